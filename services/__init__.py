@@ -1,0 +1,1 @@
+"""Processes of the pipeline: one package an actor, and the command line."""

@@ -1,0 +1,1 @@
+"""What every actor shares: messages, handles, errors, the actor base, pools and models."""

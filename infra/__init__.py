@@ -1,0 +1,1 @@
+"""What runs around the actors: the embedded NATS server, the demo, benchmarks, deployment files."""

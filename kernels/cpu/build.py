@@ -25,7 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-BASE_FLAGS = ("-std=c11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+FLOAT_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+BASE_FLAGS = ("-std=c11", "-O3", "-fPIC", *FLOAT_FLAGS, "-Wall", "-Wextra")
 ISA_FLAGS = {
     "native": ("-march=native", "-mprefer-vector-width=512"),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
@@ -64,7 +65,7 @@ def compiler() -> list[str] | None:
 
 
 def _cpu() -> str:
-    """What `-march=native` depends on: one binary must never be loaded on a lesser CPU that shares the home directory."""
+    """What `-march=native` depends on: a binary must not be loaded on a lesser CPU that shares the cache directory."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

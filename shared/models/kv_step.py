@@ -1,0 +1,39 @@
+"""Where one forward pass reads and writes its keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention import Batch
+from kernels.layout import PageLayout
+
+
+@dataclass(slots=True)
+class KVStep:
+    """Pool memory, the tables of the rows' sequences, and the write plan of the new keys and values.
+
+    The first `len(seal_blocks) * block_size` rows (prefill: whole pages of one sequence) are sealed into `seal_blocks`;
+    every row behind them is appended to `append_slots[row]` at `append_positions[row]`. Both happen before attention,
+    and `batch` already counts the new rows, so a result depends neither on the cuts between chunks nor on caching.
+    """
+
+    pages: torch.Tensor
+    """uint8 [num_blocks, page_bytes]"""
+    tails: torch.Tensor
+    """uint8 [num_tails, tail_bytes]"""
+    layout: PageLayout
+    batch: Batch
+    append_slots: torch.Tensor
+    """int32 [T - sealed rows]"""
+    append_positions: torch.Tensor
+    """int32 [T - sealed rows], positions inside the tail"""
+    seal_blocks: torch.Tensor | None = None
+    """int32 [sealed pages]"""
+    scales: object | None = None
+    """calibrated KV scales, or None"""
+
+    @property
+    def seal_rows(self) -> int:
+        return 0 if self.seal_blocks is None else self.seal_blocks.numel() * self.layout.block_size

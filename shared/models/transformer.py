@@ -1,0 +1,90 @@
+"""The forward pass of Llama-family decoders over paged keys and values, in plain torch and the ops of one backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.dispatch import Ops
+from kernels.reference.linear import linear
+from kernels.reference.rms_norm import rms_norm
+from kernels.reference.rope import rope
+from kernels.reference.silu_mul import silu_mul
+from shared.models.files import ModelFiles
+from shared.models.kv_step import KVStep
+from shared.models.rope import inverse_frequencies
+from shared.models.weights import map_tensors
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Transformer:
+    """One model on one device. The residual stream is float32, everything else the compute dtype."""
+
+    def __init__(self, files: ModelFiles, dtype: str, ops: Ops, threads: int) -> None:
+        self.config = files.config
+        self.dtype = DTYPES[dtype]
+        self.ops = ops
+        self.threads = threads
+        torch.set_num_threads(threads)
+        self._weights = map_tensors(files.weights)
+        self._head = self._weights["embed" if self.config.tie_embeddings else "head"]
+        self._cos, self._sin = self._rotations()
+
+    def _rotations(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [context_length, head_dim/2]."""
+        frequencies, factor = inverse_frequencies(self.config)
+        angles = torch.outer(torch.arange(self.config.context_length).float(), torch.from_numpy(frequencies))
+        return angles.cos() * factor, angles.sin() * factor
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, kv: KVStep, logits_rows: Sequence[int] | torch.Tensor
+    ) -> torch.Tensor:
+        """Writes the keys and values of `tokens` (int64 [T], at absolute `positions`, int64 [T]) as `kv` says.
+
+        Returns float32 logits [len(logits_rows), vocab] of those rows; none are computed for an empty list.
+        """
+        config, weights = self.config, self._weights
+        hidden = weights["embed"][tokens].float()
+        cos, sin = self._cos[positions], self._sin[positions]
+        for layer in range(config.layers):
+            prefix = f"layers.{layer}."
+            x = rms_norm(hidden, weights[prefix + "input_norm"], config.rms_eps)
+            attended = self._attention(x, cos, sin, kv, layer, prefix)
+            x = rms_norm(attended, weights[prefix + "post_norm"], config.rms_eps, residual=hidden)
+            hidden += linear(silu_mul(linear(x, weights[prefix + "gate_up"])), weights[prefix + "down"])
+        rows = torch.as_tensor(logits_rows, dtype=torch.int64)
+        return linear(rms_norm(hidden[rows], weights["norm"], config.rms_eps), self._head).float()
+
+    def _attention(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: KVStep, layer: int, prefix: str
+    ) -> torch.Tensor:
+        config, weights, rows = self.config, self._weights, x.shape[0]
+        qkv = linear(x, weights[prefix + "qkv"], weights.get(prefix + "qkv_bias"))
+        qkv = qkv.view(rows, config.heads + 2 * config.kv_heads, config.head_dim)
+        q, k, v = qkv.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
+        if config.qk_norm:
+            q = rms_norm(q, weights[prefix + "q_norm"], config.rms_eps)
+            k = rms_norm(k, weights[prefix + "k_norm"], config.rms_eps)
+        rope(q, k, cos, sin)
+        sealed = kv.seal_rows
+        if kv.seal_blocks is not None and sealed:
+            self.ops.seal(kv.pages, kv.layout, layer, k[:sealed], v[:sealed], kv.seal_blocks, scales=kv.scales)
+        if sealed < rows:
+            self.ops.append_tails(
+                kv.tails, kv.layout, layer, k[sealed:], v[sealed:], kv.append_slots, kv.append_positions
+            )
+        attended = self.ops.attend(
+            q,
+            kv.pages,
+            kv.tails,
+            kv.layout,
+            layer,
+            kv.batch,
+            scale=config.head_dim**-0.5,
+            window=config.window(layer),
+            scales=kv.scales,
+        )
+        return linear(attended.reshape(rows, -1), weights[prefix + "o"])

@@ -1,0 +1,47 @@
+"""A pool too small for everybody: everybody finishes, with the tokens of an unhurried run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tests.e2e.pipeline import Pipeline, collect, pipeline
+
+REQUESTS = 32
+NEW_TOKENS = 48
+
+
+def bodies() -> list[dict[str, object]]:
+    return [
+        {
+            "token_ids": [300 + 7 * number + step for step in range(40 + 3 * number)],
+            "max_tokens": NEW_TOKENS,
+            "sampling": {"temperature": 0.8, "seed": number, "ignore_eos": True},
+        }
+        for number in range(REQUESTS)
+    ]
+
+
+def at_rest(running: Pipeline) -> None:
+    for name, pool in running.stats()["pools"].items():
+        assert pool["filling"] == pool["active"] == pool["quarantined"] == 0, (name, pool)
+        assert pool["free"] + pool["cached"] == pool["total"], (name, pool)
+        assert pool["tails_free"] == pool["tails_total"], (name, pool)
+
+
+async def test_thirty_two_requests_through_a_small_pool(tmp_path: Path) -> None:
+    fp32 = ("--dtype", "float32", "--max-num-seqs", "32")
+    with pipeline(tmp_path / "big", *fp32, "--num-blocks-override", "600") as roomy:
+        async with roomy.nats() as client:
+            unhurried = [await collect(client, body) for body in bodies()]
+    # one sequence needs at most 12 pages; all of them together about 230
+    with pipeline(tmp_path / "small", *fp32, "--num-blocks-override", "48", "--max-model-len", "256") as tight:
+        async with tight.nats() as client:
+            crowd = await asyncio.gather(*(collect(client, body) for body in bodies()))
+        at_rest(tight)
+    for number, (expected, got) in enumerate(zip(unhurried, crowd, strict=True)):
+        assert got["token_ids"] == expected["token_ids"], number
+        assert got["text"] == expected["text"], number
+        assert got["finish_reason"] == "length"
+        assert got["usage"]["completion_tokens"] == NEW_TOKENS
+    assert max(answer["attempts"] for answer in crowd) > 1, "the pool was not tight enough to preempt anybody"

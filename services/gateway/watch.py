@@ -1,0 +1,99 @@
+"""Which actors are alive, from heartbeats and the supervisor's word. Pure: time comes in as an argument.
+
+An instance is dead when it has been silent for `silence_s`, or at once when the supervisor saw its process end. Instance
+names are never reused, so an exited one stays dead, whatever late heartbeat may still arrive; one that was only silent
+(suspended, cut off) is back with its next heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from shared.messages import ActorExited, Heartbeat
+
+KINDS = ("gateway", "prefill", "decode", "block_manager", "offload")
+
+
+@dataclass(slots=True)
+class Seen:
+    """The last heartbeat of an instance and when it came."""
+
+    beat: Heartbeat
+    at: float
+
+
+class Watch:
+    """The gateway's picture of the pipeline."""
+
+    def __init__(self, silence_s: float = 3.5, remembered: int = 256) -> None:
+        self.silence_s = silence_s
+        self._alive: dict[str, Seen] = {}
+        self._exited: deque[str] = deque(maxlen=remembered)
+        self._swept_at: float | None = None
+
+    def beat(self, heartbeat: Heartbeat, now: float) -> bool:
+        """Notes a heartbeat; True if it changed who is ready."""
+        if heartbeat.instance in self._exited:
+            return False
+        before = self._alive.get(heartbeat.instance)
+        self._alive[heartbeat.instance] = Seen(heartbeat, now)
+        return (before is not None and self._serves(before)) != self._serves(self._alive[heartbeat.instance])
+
+    def exited(self, event: ActorExited) -> bool:
+        """Notes an exit; True if the instance was not known to be dead yet."""
+        if event.instance in self._exited:
+            return False
+        self._alive.pop(event.instance, None)
+        self._exited.append(event.instance)
+        return True
+
+    def sweep(self, now: float, connected: bool = True) -> list[str]:
+        """Instances that have fallen silent since the last sweep. Call it about once a second.
+
+        If this process itself was held up (or cut off from NATS), the silence is ours: everybody gets that time on top.
+        """
+        ours = now - self._swept_at if self._swept_at is not None else 0.0
+        self._swept_at = now
+        if not connected or ours > self.silence_s / 2:
+            for seen in self._alive.values():
+                seen.at += ours
+        dead = [name for name, seen in self._alive.items() if now - seen.at > self.silence_s]
+        for name in dead:
+            del self._alive[name]
+        return dead
+
+    def alive(self, instance: str) -> bool:
+        return instance in self._alive
+
+    def ready(self, kind: str) -> list[str]:
+        """Instances of `kind` that take new work."""
+        return [name for name, seen in self._alive.items() if seen.beat.actor == kind and self._serves(seen)]
+
+    def missing(self, kinds: tuple[str, ...] = KINDS) -> list[str]:
+        """Kinds of which no instance is ready."""
+        return [kind for kind in kinds if not self.ready(kind)]
+
+    def report(self, now: float) -> list[dict[str, Any]]:
+        """One map per known instance, for `/health`."""
+        return [
+            {
+                "actor": seen.beat.actor,
+                "instance": name,
+                "pid": seen.beat.pid,
+                "ready": seen.beat.ready,
+                "draining": seen.beat.draining,
+                "reason": seen.beat.reason,
+                "silent_s": round(max(0.0, now - seen.at), 3),
+            }
+            for name, seen in sorted(self._alive.items())
+        ]
+
+    def details(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """(actor, instance, details) of everybody, for `/metrics`."""
+        return [(seen.beat.actor, name, seen.beat.details) for name, seen in sorted(self._alive.items())]
+
+    @staticmethod
+    def _serves(seen: Seen) -> bool:
+        return seen.beat.ready and not seen.beat.draining

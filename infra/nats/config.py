@@ -17,10 +17,10 @@ def render(*, host: str, port: int, folder: Path, namespace: str, credentials: C
     `port` -1 lets the server choose; it then reports the choice in a ports file in `folder`.
     """
     users = []
-    for role, password in credentials.users.items():
+    for role, login in credentials.roles.items():
         allowed = permissions(role, namespace)
         users.append(
-            f"    {{user: {role}, password: {json.dumps(password)}, permissions: {{"
+            f"    {{user: {login.user}, password: {json.dumps(login.password)}, permissions: {{"
             f"publish: {json.dumps(list(allowed.publish))}, subscribe: {json.dumps(list(allowed.subscribe))}}}}}"
         )
     return "\n".join(

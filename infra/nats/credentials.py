@@ -14,21 +14,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.nats.roles import ROLES
+from shared.errors import Misconfigured
 
 FILE_NAME = "nats.json"
 
 
 @dataclass(frozen=True)
+class Login:
+    """What one role signs in with."""
+
+    user: str
+    password: str = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Credentials:
-    """Where the server is and the password of each role."""
+    """Where the server is and how each role signs in."""
 
     url: str
-    users: dict[str, str] = field(repr=False)
+    roles: dict[str, Login]
 
     @classmethod
     def generate(cls, url: str) -> Credentials:
         """Fresh random passwords for every role."""
-        return cls(url, {role: secrets.token_urlsafe(24) for role in ROLES})
+        return cls(url, {role: Login(role, secrets.token_urlsafe(24)) for role in ROLES})
 
     def write(self, state_dir: Path) -> Path:
         """Writes the file atomically with mode 0600 and returns its path."""
@@ -37,6 +46,23 @@ class Credentials:
         private.unlink(missing_ok=True)
         descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"url": self.url, "users": self.users}, file)
+            json.dump({"url": self.url, "users": {role: login.password for role, login in self.roles.items()}}, file)
         private.replace(path)
         return path
+
+
+def load(state_dir: Path) -> Credentials:
+    """What `kvrelay up` wrote. Raises Misconfigured if nothing runs with this state directory or it is another user's."""
+    path = state_dir / FILE_NAME
+    try:
+        stored = json.loads(path.read_text())
+        return Credentials(stored["url"], {user: Login(user, password) for user, password in stored["users"].items()})
+    except FileNotFoundError:
+        raise Misconfigured(
+            f"no pipeline runs with the state directory {state_dir}; start one with `kvrelay up`, "
+            "or point to it with --state-dir or --nats-url"
+        ) from None
+    except PermissionError:
+        raise Misconfigured(f"{path} belongs to another user; ask them for a NATS URL with credentials") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Misconfigured(f"{path} is damaged ({error}); restart `kvrelay up`") from None

@@ -101,7 +101,7 @@ class NatsServer:
         except BaseException:
             await self.stop()
             raise
-        self.credentials = Credentials(f"nats://{self._host}:{self._port}", self.credentials.users)
+        self.credentials = Credentials(f"nats://{self._host}:{self._port}", self.credentials.roles)
         self.credentials.write(self._state_dir)
 
     async def stop(self) -> None:

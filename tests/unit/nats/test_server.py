@@ -13,6 +13,7 @@ import nats
 import nats.errors
 import pytest
 
+from infra.nats.credentials import load
 from infra.nats.roles import ACTORS, ROLES, inbox_prefix
 from infra.nats.server import NatsServer
 from shared.errors import Misconfigured
@@ -34,7 +35,7 @@ async def connect(server: NatsServer, role: str, errors: asyncio.Queue[Exception
     return await nats.connect(
         server.url,
         user=role,
-        password=server.credentials.users[role],
+        password=server.credentials.roles[role].password,
         inbox_prefix=inbox_prefix(role).encode(),
         allow_reconnect=False,
         error_cb=note,
@@ -47,6 +48,7 @@ async def test_credentials_are_private_and_differ_between_roles(server: NatsServ
     assert stat.S_IMODE((tmp_path / "nats" / "server.conf").stat().st_mode) == 0o600
     stored = json.loads(path.read_text())
     assert stored["url"] == server.url
+    assert load(tmp_path) == server.credentials
     assert set(stored["users"]) == set(ROLES)
     assert len(set(stored["users"].values())) == len(ROLES)
 
@@ -57,11 +59,11 @@ async def test_a_wrong_password_is_refused(server: NatsServer) -> None:
 
 
 async def test_a_killed_server_comes_back_on_its_port_with_its_passwords(server: NatsServer) -> None:
-    url, users = server.url, server.credentials.users
+    url, users = server.url, server.credentials.roles
     server.process.kill()
     await server.process.wait()
     await server.start()
-    assert (server.url, server.credentials.users) == (url, users)
+    assert (server.url, server.credentials.roles) == (url, users)
     client = await connect(server, "client")
     await client.close()
 
@@ -110,7 +112,7 @@ async def test_a_client_needs_no_inbox_option(server: NatsServer) -> None:
 
     await gateway.subscribe("kvrelay.gateway.generate", cb=answer)
     await gateway.flush()
-    plain = await nats.connect(server.url, user="client", password=server.credentials.users["client"])
+    plain = await nats.connect(server.url, user="client", password=server.credentials.roles["client"].password)
     assert (await plain.request("kvrelay.gateway.generate", b"", timeout=5)).data == b"answer"
     await plain.close()
     await gateway.close()
@@ -131,3 +133,11 @@ async def test_jetstream_keeps_its_files_in_the_state_directory(server: NatsServ
 
 async def _ignore(_: nats.aio.msg.Msg) -> None:
     """A subscription needs a callback."""
+
+
+@pytest.mark.parametrize(("text", "word"), [(None, "kvrelay up"), ("{", "damaged"), ('{"url": 1}', "damaged")])
+def test_missing_or_damaged_credentials_say_what_to_do(tmp_path: Path, text: str | None, word: str) -> None:
+    if text is not None:
+        (tmp_path / "nats.json").write_text(text)
+    with pytest.raises(Misconfigured, match=word):
+        load(tmp_path)

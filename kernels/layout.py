@@ -2,7 +2,7 @@
 
     page = for each layer:  K codes [kv_heads, head_dim, block_size] · K scales
                             V codes [kv_heads, block_size, head_dim] · V scales
-    tail = for each layer:  K [kv_heads, block_size, head_dim] · V [kv_heads, block_size, head_dim], in the compute dtype
+    tail = for each layer:  K [kv_heads, block_size, head_dim] · V [kv_heads, block_size, head_dim], in compute dtype
 
 Segments start at multiples of 64 bytes, a page is a multiple of 4 KiB. `formats/<name>.py` says what a segment holds.
 """

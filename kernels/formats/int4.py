@@ -1,19 +1,16 @@
 """`int4`: four bits, asymmetric; keys per channel inside the page, values per token in groups of 32 channels.
 
-Two codes share a byte along the channel axis: low nibble channel j, high nibble channel j + head_dim/2.
+Byte format. Two codes share a byte along the channel axis: low nibble channel j, high nibble channel j + head_dim/2.
+K codes [kv_heads, head_dim/2, block_size] and V codes [kv_heads, block_size, head_dim/2], j being the row or column.
+A value is s * (code - z) with code 0..15, and a scale byte and a zero byte per group:
+- scale byte: an unsigned float of 5 exponent and 3 mantissa bits, s = 2^(e - 24) * (1 + m/8), rounded up; its fp32 bits
+  are `(byte << 20) + (103 << 23)`;
+- zero byte: two's complement z, in units of s.
+K scales [kv_heads, 2, head_dim]: row 0 scale bytes, row 1 zero bytes. V scales [kv_heads, 2, groups, block_size]: row 0
+scale bytes, row 1 zero bytes. Each half of the channels is cut into groups of at most 32 (`value_groups`), those of the
+low half first: 64 channels have 2 groups, 80 and 96 have 4 (32 + 8, 32 + 16 in each half), 128 has 4, 256 has 8.
 
-Byte format: K codes [kv_heads, head_dim/2, block_size], V codes [kv_heads, block_size, head_dim/2], j being the row
-or column.
-Scale byte: an unsigned float of 5 exponent and 3 mantissa bits, s = 2^(e - 24) * (1 + m/8), rounded up; as fp32 bits
-it is
-`(byte << 20) + (103 << 23)`. Zero byte: two's complement z in units of s. Value: s * (code - z), code 0..15.
-K scales [kv_heads, 2, head_dim], row 0 scale bytes, row 1 zero bytes. V scales [kv_heads, 2, groups, block_size],
-row 0 scale
-bytes, row 1 zero bytes; each half of the channels is cut into groups of at most 32 (`value_groups`), groups of the
-low half
-first: 64 channels have 2 groups, 80 and 96 have 4 (32 + 8 and 32 + 16 in each half), 128 has 4, 256 has 8.
-
-s = up(max((high - low) / 15, -low / 127, low / 128)) and z = round(-low / s), so that |decoded - x| <= s/2 and zero is exact.
+s = up(max((high - low) / 15, -low / 127, low / 128)) and z = round(-low / s): |decoded - x| <= s/2 and zero is exact.
 """
 
 from __future__ import annotations
@@ -23,7 +20,8 @@ from typing import TYPE_CHECKING
 from kernels.formats._base import Format, Shape, Sizes
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    import torch
+    from torch import Tensor
 
 GROUP = 32
 
@@ -102,7 +100,9 @@ class Int4(Format):
         scales = _bytes(byte.permute(0, 2, 3, 1), zero.permute(0, 2, 3, 1), 2)
         return _pack(codes).permute(0, 2, 1, 3).flatten(1), scales.flatten(1)
 
-    def decode_k(self, codes: Tensor, scales: Tensor, shape: Shape, to: dtype, scale: float | None = None) -> Tensor:
+    def decode_k(
+        self, codes: Tensor, scales: Tensor, shape: Shape, to: torch.dtype, scale: float | None = None
+    ) -> Tensor:
         import torch
 
         grid = codes.view(-1, shape.kv_heads, shape.head_dim // 2, shape.block_size).permute(0, 3, 1, 2)
@@ -110,7 +110,9 @@ class Int4(Format):
         s, z = _e5m3(both[..., 0, :]), both[..., 1, :].view(torch.int8)
         return (_unpack(grid).to(to) - z.to(to)) * s.to(to)
 
-    def decode_v(self, codes: Tensor, scales: Tensor, shape: Shape, to: dtype, scale: float | None = None) -> Tensor:
+    def decode_v(
+        self, codes: Tensor, scales: Tensor, shape: Shape, to: torch.dtype, scale: float | None = None
+    ) -> Tensor:
         import torch
 
         grid = codes.view(-1, shape.kv_heads, shape.block_size, shape.head_dim // 2).permute(0, 2, 1, 3)

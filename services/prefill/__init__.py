@@ -1,0 +1,1 @@
+"""The prefill actor: prompts become sealed pages and a first token."""

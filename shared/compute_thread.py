@@ -1,0 +1,97 @@
+"""The one thread of an engine: it steps while there is work, and takes commands between steps.
+
+The event loop never computes and the compute thread never waits for the event loop: commands go in through a queue,
+results come back with `call_soon_threadsafe`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ComputeThread:
+    """Runs `step()` for as long as it returns True; otherwise sleeps until a command arrives.
+
+    If `step` or a command without a waiter raises, `on_crash(error)` is called on the event loop and the thread ends:
+    the state of an engine that failed in an unknown place is not worth keeping.
+    """
+
+    def __init__(self, name: str, step: Callable[[], bool], on_crash: Callable[[BaseException], None]) -> None:
+        self._step = step
+        self._on_crash = on_crash
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts the thread; results are posted to `loop`."""
+        self._loop = loop
+        self._thread.start()
+
+    def submit(self, command: Callable[..., None], *args: Any) -> None:
+        """Runs `command(*args)` on the thread, before its next step, in order of submission."""
+        self._commands.put(lambda: command(*args))
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """As `submit`, but waits for the result or raises what `function` raised."""
+        assert self._loop is not None, "start() comes first"
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def command() -> None:
+            try:
+                result = function(*args)
+            except BaseException as error:  # goes to the waiter, whose business it is
+                self.post(_settle, future, None, error)
+            else:
+                self.post(_settle, future, result, None)
+
+        self._commands.put(command)
+        return await future
+
+    def post(self, callback: Callable[..., None], *args: Any) -> None:
+        """From the thread: runs `callback(*args)` on the event loop. Without effect once the loop is closed."""
+        assert self._loop is not None, "start() comes first"
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    async def stop(self) -> None:
+        """Ends the thread after the step it is in; pending commands run first."""
+        if self._thread.is_alive():
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        busy = False
+        try:
+            while self._take_commands(wait=not busy):
+                busy = self._step()
+        except BaseException as error:
+            self.post(self._on_crash, error)
+
+    def _take_commands(self, wait: bool) -> bool:
+        """Runs all waiting commands; False when told to end."""
+        while wait or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+            wait = False
+        return True
+
+
+def _settle(future: asyncio.Future[T], result: T, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -1,1 +1,2 @@
-"""Plain torch versions of every op: the contract and the oracle of the fast ones."""
+"""The ops in plain torch: slow, obvious, on any device. They are the contract that the fast backends are tested
+against."""

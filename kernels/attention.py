@@ -1,0 +1,60 @@
+"""What one attention call works on: which pages, which tail, which queries, for every sequence of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one `attend` call. All tensors are int32, on the device of the pages.
+
+    Sequence b has `page_counts[b] * block_size + tail_lengths[b]` keys. Its queries are rows
+    `query_starts[b] : query_starts[b + 1]` of q and stand at the **last** positions of the sequence; attention is
+    causal. One query a sequence is decode. `tail_slots[b]` is not read where `tail_lengths[b]` is 0.
+
+    The sparse path: with `kv_head_tables` and `kv_head_counts` each (sequence, KV head) reads its own subset of
+    pages,
+    in any order, and always the tail; only for decode and without a window.
+    """
+
+    tables: Tensor
+    """[B, max_pages] page indices, in order of position; entries beyond the count are not read."""
+    page_counts: Tensor
+    """[B]"""
+    tail_slots: Tensor
+    """[B]"""
+    tail_lengths: Tensor
+    """[B]"""
+    query_starts: Tensor
+    """[B + 1], from 0 to T"""
+    max_pages: int
+    max_query: int
+    kv_head_tables: Tensor | None = None
+    """[B, kv_heads, max_pages]"""
+    kv_head_counts: Tensor | None = None
+    """[B, kv_heads]"""
+
+    def __len__(self) -> int:
+        return len(self.page_counts)
+
+
+def check(batch: Batch, q: Tensor, kv_heads: int, head_dim: int, window: int, page_lse: Tensor | None) -> None:
+    """Raises ValueError for what no backend computes, before anything is read. Looks at shapes only, never at
+    values."""
+    size = len(batch)
+    if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % kv_heads:
+        raise ValueError(f"q must be [T, n * {kv_heads}, {head_dim}], not {tuple(q.shape)}")
+    if batch.query_starts.shape != (size + 1,) or batch.tables.shape[:1] != (size,):
+        raise ValueError("tables, page_counts and query_starts disagree about the number of sequences")
+    if batch.max_pages > batch.tables.shape[1]:
+        raise ValueError(f"max_pages {batch.max_pages} is more than the table's {batch.tables.shape[1]} columns")
+    sparse = batch.kv_head_tables is not None
+    if sparse != (batch.kv_head_counts is not None):
+        raise ValueError("kv_head_tables and kv_head_counts come together")
+    if (sparse or page_lse is not None) and (batch.max_query != 1 or window):
+        raise ValueError("page subsets and per-page log-sum-exp are for decode without a window")
+    if page_lse is not None and page_lse.shape != (size, q.shape[1], batch.max_pages):
+        raise ValueError(f"page_lse must be [{size}, {q.shape[1]}, {batch.max_pages}]")

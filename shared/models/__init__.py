@@ -1,0 +1,1 @@
+"""Models on disk and in memory: configuration, weights, tokenizer, chat template, forward pass."""

@@ -1,0 +1,77 @@
+"""Content identity of a model's source files: which weights, configuration and tokenizer these are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.errors import Misconfigured
+from shared.models.safetensors_folder import METADATA, weight_files
+
+# Part of the identity: a changed meaning of the converted files makes new ones, and old pages can never be hit.
+CONVERTER_VERSION = 1
+_PIECE = 8 << 20
+
+
+def source_files(path: Path) -> list[Path]:
+    """The files whose bytes decide what a model says, in a fixed order. Misconfigured if weights are missing."""
+    if path.is_file():
+        return [path]
+    return [path / name for name in METADATA if (path / name).exists()] + weight_files(path)
+
+
+def identify(path: Path, records: Path, progress: Callable[[str, int, int], None]) -> str:
+    """Hex identity of the model at `path`.
+
+    Hashing is remembered in the folder `records` under the files' sizes, times and inodes, so that it happens once.
+    """
+    files = source_files(path)
+    stamp = [[str(file), *_stamp(file)] for file in files]
+    record = records / f"{hashlib.blake2b(str(path).encode(), digest_size=16).hexdigest()}.json"
+    known = _recall(record)
+    if known.get("stamp") == stamp and known.get("version") == CONVERTER_VERSION:
+        return str(known["identity"])
+    identity = _hash(files, path.is_dir(), progress)
+    _remember(record, {"version": CONVERTER_VERSION, "stamp": stamp, "identity": identity})
+    return identity
+
+
+def _stamp(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
+
+
+def _hash(files: list[Path], named: bool, progress: Callable[[str, int, int], None]) -> str:
+    total, done = sum(file.stat().st_size for file in files), 0
+    whole = hashlib.blake2b(b"kvrelay model %d" % CONVERTER_VERSION, digest_size=16)
+    for file in files:
+        own = hashlib.blake2b(digest_size=32)
+        with open(file, "rb") as stream:
+            while piece := stream.read(_PIECE):
+                own.update(piece)
+                done += len(piece)
+                progress("identifying the model", done, total)
+        # A lone file may be renamed freely; inside a folder the name tells the file's role.
+        whole.update((file.name if named else "").encode() + b"\0" + own.digest())
+    return whole.hexdigest()
+
+
+def _recall(record: Path) -> dict[str, object]:
+    try:
+        content = json.loads(record.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and "identity" in content else {}
+
+
+def _remember(record: Path, content: dict[str, object]) -> None:
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        partial = record.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(content))
+        partial.replace(record)
+    except PermissionError as error:
+        raise Misconfigured(f"cannot write {record.parent}: {error.strerror}; set KVRELAY_CACHE_DIR") from error

@@ -31,10 +31,9 @@ def fill(folder: Path, path: Path, dtype: str, say: Progress) -> tuple[ModelConf
     if shutil.disk_usage(folder).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     tokenizer, special = _tokenizer(source)
-    if tokenizer.get_vocab_size() > config.vocab_size:
-        raise Misconfigured(
-            f"{path}: the tokenizer has {tokenizer.get_vocab_size()} tokens, the embeddings only {config.vocab_size}"
-        )
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= config.vocab_size:
+        raise Misconfigured(f"{path}: token {highest} of the tokenizer has no embedding ({config.vocab_size} rows)")
     convert.write_weights(folder / WEIGHTS, source, wanted, dtype, say)
     if isinstance(source, GgufSource) and packed:
         convert.write_packed(folder / PACKED, source, wanted, say)

@@ -19,7 +19,7 @@ from shared.errors import BadRequest, Misconfigured
 class _Generation(Extension):
     """`{% generation %}…{% endgeneration %}` marks text for training; here its body is simply rendered."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -31,11 +31,9 @@ def _raise(text: str) -> None:
     raise jinja2.TemplateError(text)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     """Unlike jinja2's own filter, leaves `<`, `>`, `&` and letters beyond ASCII as they are."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 class ChatTemplate:

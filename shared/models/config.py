@@ -1,4 +1,4 @@
-"""What a model is, apart from its numbers: pure data, read from the cache manifest without torch, gguf or tokenizers."""
+"""What a model is, apart from its weights: pure data, read from the cache manifest without torch or gguf."""
 
 from __future__ import annotations
 
@@ -73,9 +73,11 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ModelConfig:
-        rope = {key: tuple(value) if isinstance(value, list) else value for key, value in fields["rope"].items()}
-        own = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-        return cls(**{**own, "rope": Rope(**rope)})
+        return cls(**{**_hashable(fields), "rope": Rope(**_hashable(fields["rope"]))})
+
+
+def _hashable(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
 
 
 @dataclasses.dataclass(frozen=True)

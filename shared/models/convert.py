@@ -29,13 +29,9 @@ def check(source: Source, config: ModelConfig) -> list[Target]:
     parts = [part for target in wanted for part in target.parts]
     present, expected = source.names(), {source.part_name(part) for part in parts}
     if missing := sorted(expected - present):
-        raise Misconfigured(
-            f"{source.path}: {_some(missing, 'tensor')} missing for architecture {config.architecture!r}"
-        )
+        raise Misconfigured(f"{source.path}: {_some(missing)} missing for {config.architecture!r}")
     if unknown := sorted(present - expected):
-        raise Misconfigured(
-            f"{source.path}: {_some(unknown, 'tensor')} unknown to architecture {config.architecture!r}"
-        )
+        raise Misconfigured(f"{source.path}: {_some(unknown)} unknown to {config.architecture!r}")
     for part in parts:
         name = source.part_name(part)
         if source.shape(name) != part.shape:
@@ -43,9 +39,9 @@ def check(source: Source, config: ModelConfig) -> list[Target]:
     return wanted
 
 
-def _some(names: list[str], noun: str) -> str:
+def _some(names: list[str]) -> str:
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{noun}s {shown} are" if len(names) > 1 else f"{noun} {shown} is"
+    return f"tensors {shown} are" if len(names) > 1 else f"tensor {shown} is"
 
 
 def weight_specs(wanted: list[Target], dtype: str) -> list[TensorSpec]:
@@ -54,7 +50,7 @@ def weight_specs(wanted: list[Target], dtype: str) -> list[TensorSpec]:
 
 
 def packed_specs(source: Source, wanted: list[Target]) -> list[TensorSpec]:
-    """Layout of packed.safetensors: codes and scales of the targets whose parts are all 4-bit or all 8-bit in blocks of 32.
+    """Layout of packed.safetensors: codes and scales of targets that are 4-bit or 8-bit in blocks of 32.
 
     `<name>.q4` u8 [out, in/2] (low nibble: even input), `<name>.q8` i8 [out, in], `<name>.d` and `<name>.m` fp16
     [out, in/32]; a weight is d·q + m, or d·q for q8.
@@ -105,15 +101,14 @@ def write_packed(path: Path, source: GgufSource, wanted: list[Target], progress:
 
 
 def unpack(blocks: np.ndarray, kind: str) -> dict[str, np.ndarray]:
-    """u8 [rows, blocks, bytes] of a GGUF type to the arrays of `packed_specs`, by suffix. Exact: -8·d is a power of two away."""
+    """u8 [rows, blocks, bytes] of a GGUF type to the arrays of `packed_specs`, by suffix; exact, for -8·d is."""
     rows = blocks.shape[0]
     scale = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[..., 0]
     if kind == "Q8_0":
         return {"q8": np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(rows, -1), "d": scale}
     codes = blocks[:, :, PACKED_BLOCKS[kind] - 16 :]
-    in_order = np.concatenate((codes & 0x0F, codes >> 4), axis=2).reshape(
-        rows, -1
-    )  # byte j holds elements j and j + 16
+    # Byte j of a block holds its elements j and j + 16.
+    in_order = np.concatenate((codes & 0x0F, codes >> 4), axis=2).reshape(rows, -1)
     minimum = np.ascontiguousarray(blocks[:, :, 2:4]).view("<f2")[..., 0] if kind == "Q4_1" else scale * np.float16(-8)
     return {"q4": in_order[:, 0::2] | in_order[:, 1::2] << 4, "d": scale, "m": minimum}
 

@@ -11,7 +11,7 @@ _REQUIRED: Any = object()
 
 
 class Fields:
-    """A mapping of metadata with checked look-ups. `null` counts as absent, as it does for those who write the files."""
+    """A mapping of metadata with checked look-ups; `null` counts as absent."""
 
     def __init__(self, origin: str, values: Mapping[str, Any]) -> None:
         self.origin = origin

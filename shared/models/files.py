@@ -1,8 +1,8 @@
 """`prepare`: from a model's name or path to files that every worker maps, converted once per host.
 
-Cache: `<cache>/<identity>-<dtype>/{manifest.json, weights.safetensors, packed.safetensors, tokenizer.json}`. A folder is
-built under another name and renamed when it is whole, under a lock, so that a half-written one is never seen. When it is
-there, `prepare` reads two small JSON files and imports neither torch nor gguf nor tokenizers.
+Cache: `<cache>/<identity>-<dtype>/` with manifest.json, weights.safetensors, packed.safetensors and tokenizer.json. A
+folder is built under another name and renamed when it is whole, under a lock, so that a half-written one is never seen.
+When it is there, `prepare` reads two small JSON files and imports neither torch nor gguf nor tokenizers.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class ModelFiles:
 def canonical_dtype(dtype: str) -> str:
     """`bfloat16`, `float16` or `float32` for any usual spelling. Misconfigured for others."""
     if dtype not in DTYPES:
-        raise Misconfigured(
-            f"dtype {dtype!r} is not supported; supported are {', '.join(sorted(set(DTYPES.values())))}"
-        )
+        raise Misconfigured(f"dtype {dtype!r} is not supported; use bfloat16, float16 or float32")
     return DTYPES[dtype]
 
 
@@ -176,16 +174,10 @@ def _plain_errors(root: Path, source: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or root
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text = (
-                f"no space left in {root} for the converted model; free some or set KVRELAY_CACHE_DIR to another disk"
-            )
+            text = f"no space in {root} for the converted model; free some or set KVRELAY_CACHE_DIR"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            inside = str(where).startswith(str(source))
-            text = (
-                f"cannot read {where}: {error.strerror}"
-                if inside
-                else (f"cannot write {where}: {error.strerror}; set KVRELAY_CACHE_DIR to a folder of yours")
-            )
+            mine = "" if str(where).startswith(str(source)) else "; set KVRELAY_CACHE_DIR to a folder of yours"
+            text = f"no permission for {where}: {error.strerror}{mine}"
         else:
             text = f"cannot convert {source} into {root}: {error.strerror or error}"
         raise Misconfigured(text) from error

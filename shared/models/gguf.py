@@ -45,9 +45,7 @@ class GgufSource:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.fields = Fields(str(path), self.metadata)
         if self.fields.integer("split.count", 1) > 1:
-            raise Misconfigured(
-                f"{path}: one part of a split model; join the parts with `llama-gguf-split --merge` first"
-            )
+            raise Misconfigured(f"{path}: one part of a split model; join it with `llama-gguf-split --merge`")
         self.architecture = self.fields.text("general.architecture")
         self._interleaved = load(self.architecture).gguf_interleaved_rope
 
@@ -63,9 +61,7 @@ class GgufSource:
         rotated = fields.integer(key + "rope.dimension_count", hidden // heads)
         head_dim = fields.integer(key + "attention.key_length", rotated)
         if head_dim != rotated or fields.integer(key + "attention.value_length", head_dim) != head_dim:
-            raise Misconfigured(
-                f"{self.path}: heads whose keys, values and rotated part differ in size are not supported"
-            )
+            raise Misconfigured(f"{self.path}: heads with keys, values and rotation of unequal size are not supported")
         layers = fields.integer(key + "block_count")
         window = fields.integer(key + "attention.sliding_window", 0, minimum=0) if spec.sliding == "all" else 0
         config = ModelConfig(
@@ -148,9 +144,7 @@ class GgufSource:
         try:
             values = self._dequantize(np.ascontiguousarray(tensor.data[rows]), kind)
         except NotImplementedError as error:
-            raise Misconfigured(
-                f"{self.path}: tensor {part.gguf!r} has unsupported quantisation {kind.name}"
-            ) from error
+            raise Misconfigured(f"{self.path}: {part.gguf!r} has unsupported quantisation {kind.name}") from error
         return np.asarray(values, dtype=np.float32).reshape(stop - start, *part.shape[1:])
 
     def blocks(self, part: Part, start: int, stop: int) -> np.ndarray:

@@ -16,7 +16,10 @@ KEY = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -47,20 +50,12 @@ def build(fields: Fields) -> Tokenizer:
     else:
         raise Misconfigured(f"{fields.origin}: tokenizer model {model!r} is not supported; supported are gpt2, llama")
     tokens, types = _vocabulary(fields)
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (CONTROL, UNKNOWN)
-        ]
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=False, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind == USER_DEFINED
-        ]
-    )
+    added = [
+        AddedToken(token, special=kind != USER_DEFINED, normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
     _frame(tokenizer, fields, tokens, adds_bos)
     return tokenizer
 
@@ -100,9 +95,7 @@ def _byte_level(fields: Fields) -> tuple[Tokenizer, bool]:
     asked = fields.text(KEY + "pre", "default")
     name = _ALIASES.get(asked, asked)
     if name not in _SPLITS:
-        raise Misconfigured(
-            f"{fields.origin}: pre-tokenizer {asked!r} is not supported; supported are {', '.join(_SPLITS)}"
-        )
+        raise Misconfigured(f"{fields.origin}: pre-tokenizer {asked!r} is none of {', '.join(_SPLITS)}")
     tokenizer = _bpe(fields, _pairs(fields), ignore_merges=name in _WHOLE_WORDS)
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()

@@ -43,7 +43,7 @@ def model_config(fields: Fields, name: str) -> ModelConfig:
     )
     if config.heads % config.kv_heads or config.head_dim % 2:
         raise Misconfigured(
-            f"{fields.origin}: {config.heads} heads over {config.kv_heads} key-value heads of {config.head_dim} do not fit"
+            f"{fields.origin}: {heads} heads, {config.kv_heads} key-value heads of {config.head_dim}: no fit"
         )
     return config
 
@@ -51,9 +51,7 @@ def model_config(fields: Fields, name: str) -> ModelConfig:
 def _refuse_variants(fields: Fields) -> None:
     if "quantization_config" in fields:
         method = fields.table("quantization_config").text("quant_method", "unknown")
-        raise Misconfigured(
-            f"{fields.origin}: weights quantised with {method!r} are not supported; use the original or a GGUF"
-        )
+        raise Misconfigured(f"{fields.origin}: quantisation {method!r} is not supported; use the original or a GGUF")
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise Misconfigured(f"{fields.origin}: activation {activation!r} is not supported, only 'silu'")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.errors import Misconfigured
 from shared.models.safetensors_folder import METADATA, weight_files
 
 # Part of the identity: a changed meaning of the converted files makes new ones, and old pages can never be hit.
@@ -68,10 +68,9 @@ def _recall(record: Path) -> dict[str, object]:
 
 
 def _remember(record: Path, content: dict[str, object]) -> None:
-    try:
+    # Only a memory: a cache that cannot be written, such as one inside an image, is still good for reading.
+    with contextlib.suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
         partial = record.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(json.dumps(content))
         partial.replace(record)
-    except PermissionError as error:
-        raise Misconfigured(f"cannot write {record.parent}: {error.strerror}; set KVRELAY_CACHE_DIR") from error

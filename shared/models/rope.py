@@ -90,7 +90,7 @@ def _yarn(rope: Rope, dim: int) -> tuple[np.ndarray, float]:
 
 
 def _longrope(rope: Rope, dim: int, length: int) -> tuple[np.ndarray, float]:
-    """LongRoPE, https://arxiv.org/abs/2402.13753: searched divisors, one set for contexts beyond the original length."""
+    """LongRoPE, https://arxiv.org/abs/2402.13753: searched divisors, another set beyond the original length."""
     old = rope.original_context_length
     divisors = rope.long_factors if length > old else rope.short_factors
     factor = rope.attention_factor

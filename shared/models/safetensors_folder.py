@@ -1,4 +1,4 @@
-"""A Hugging Face model folder as a source of configuration and weights: one safetensors file, or shards with an index."""
+"""A Hugging Face model folder as a source of configuration and weights: one safetensors file, or indexed shards."""
 
 from __future__ import annotations
 
@@ -47,12 +47,8 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder. Misconfigured if there are none or a shard is missing."""
     if (folder / INDEX).exists():
-        shards = sorted(
-            {
-                str(name)
-                for name in Fields(str(folder / INDEX), read_json(folder / INDEX)).table("weight_map").values.values()
-            }
-        )
+        index = Fields(str(folder / INDEX), read_json(folder / INDEX))
+        shards = sorted({str(name) for name in index.table("weight_map").values.values()})
         missing = [name for name in shards if Path(name).name != name or not (folder / name).is_file()]
         if missing or not shards:
             raise Misconfigured(f"{folder}: weight files named in {INDEX} are missing: {', '.join(missing) or 'all'}")
@@ -83,7 +79,7 @@ class FolderSource:
         return part.hf
 
     def names(self) -> set[str]:
-        """Tensors a model must account for: stored frequencies, and a head that only repeats tied embeddings, are left out."""
+        """Tensors a model must account for: not stored frequencies, nor a head that repeats tied embeddings."""
         tied = {"lm_head.weight"} if self._config.tie_embeddings else set()
         return {name for name in self._readers if not name.endswith("rotary_emb.inv_freq")} - tied
 

@@ -81,7 +81,7 @@ class Tokenizer:
         return self._backend.token_to_id(piece)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt for `messages`; encode it with `add_special=False`. BadRequest if there is no template, or it objects."""
+        """The prompt for `messages`; encode it with `add_special=False`. BadRequest without a template."""
         if self._template is None:
             raise BadRequest("messages: this model has no chat template; send a prompt instead")
         return self._template.render(messages, **variables)

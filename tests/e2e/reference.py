@@ -41,11 +41,12 @@ class Reference:
 @cache
 def _model() -> tuple[object, object]:
     from shared.models.files import demo_gguf
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     gguf = demo_gguf()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
+    whole = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, quantization_config=whole).eval()
     return model, AutoTokenizer.from_pretrained(**source)
 
 

@@ -49,6 +49,11 @@ def _whole_u32(value: object) -> object:
     return value
 
 
+def as_tuple(value: object) -> object:
+    """A list as a tuple: the wire has no tuples, and its types are checked strictly."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 PackedU32 = Annotated[bytes, BeforeValidator(_whole_u32)]
 
 
@@ -86,7 +91,7 @@ class Layout(BaseModel):
 
     k_format: str
     v_format: str
-    skip_layers: tuple[int, ...] = ()
+    skip_layers: Annotated[tuple[int, ...], BeforeValidator(as_tuple)] = ()
     tail_format: str = Field(description="compute dtype of tails and skipped layers: bf16, fp16 or fp32")
     block_size: int
     layers: int

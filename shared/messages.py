@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from shared.handles import BlockTable, Layout, PackedU32, TailHandle
+from shared.handles import BlockTable, Layout, PackedU32, TailHandle, as_tuple
 
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
+TokenKey = Annotated[
+    int,
+    BeforeValidator(lambda key: int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key),
+    PlainSerializer(str),  # keys of maps travel as text: the decoder takes no others
+]
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -40,7 +45,7 @@ class Sampling(Message):
     repetition_penalty: float = Field(default=1.0, gt=0, le=100, allow_inf_nan=False)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(
+    logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(
         default_factory=dict, max_length=1024
     )
     min_tokens: int = Field(default=0, ge=0)
@@ -81,7 +86,7 @@ class Usage(Message):
 class TokenLogprob(Message):
     token_id: int
     logprob: float
-    top: list[tuple[int, float]] = Field(default_factory=list)
+    top: list[Annotated[tuple[int, float], BeforeValidator(as_tuple)]] = Field(default_factory=list)
 
 
 class Timings(Message):
@@ -288,6 +293,7 @@ class Extended(Message):
 
     tables: list[BlockTable]
     victim: int | None = None
+    lost: list[int] = Field(default_factory=list, description="leases that do not exist or are held by somebody else")
 
 
 class CommitItem(Message):
@@ -402,6 +408,17 @@ class Copied(Message):
     pages: int
     bytes: int
     seconds: float
+
+
+class Settle(Message):
+    """`offload.settle.<instance>`: the answer to a copy never came; are its bytes still being written? Answers `Settled`."""
+
+    transfer: int
+
+
+class Settled(Message):
+    transfer: int
+    running: bool
 
 
 # --- everyone --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""The process around one actor: settings, logs, traces, connection, signals, exit code.
+
+0   drained after SIGINT or SIGTERM
+1   gave up: a background loop kept failing, NATS refused us while running, or NATS could not be reached
+2   a setting, a credential or a permission is wrong: starting again will not help
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import uvloop
+
+from shared import logs, settings, telemetry
+from shared.bus import Bus
+from shared.errors import KvrelayError, Misconfigured, Unauthorized, Unavailable
+from shared.settings import CommonSettings
+
+if TYPE_CHECKING:
+    from shared.actor import Actor
+
+CONNECT_LIMIT_S = 15.0
+CONNECT_RETRY_S = 0.2
+
+log = logs.get()
+
+
+def new_instance(name: str) -> str:
+    """A name for one process of actor `name`: `prefill-1a2b3c`."""
+    return f"{name}-{secrets.token_hex(3)}"
+
+
+def run_actor(actor_class: type[Actor], configuration: CommonSettings | None = None) -> NoReturn:
+    """Runs one actor until it is told to stop, then exits the process.
+
+    `configuration` None: it is read as `settings.load` says.
+    """
+    code = 1
+    try:
+        chosen = configuration if configuration is not None else settings.load(actor_class.Settings)
+        instance = chosen.instance or new_instance(actor_class.name)
+        chosen = chosen.model_copy(update={"instance": instance})
+        logs.setup(chosen.log_level, chosen.log_format, actor=actor_class.name, instance=instance)
+        telemetry.setup(actor_class.name, instance, chosen.otlp_endpoint, chosen.trace_sample_ratio)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(serve(actor_class, chosen))
+    except KvrelayError as error:
+        print(f"{actor_class.name}: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, (Misconfigured, Unauthorized)) else 1
+    except Exception as fault:
+        log.error("the actor failed", exc_info=fault)
+    if not telemetry.shutdown():
+        log.warning("the trace collector did not take the last spans")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # a thread that cannot be stopped (an exporter at a dead collector, a kernel) must not keep the process
+    os._exit(code)
+
+
+async def serve(actor_class: type[Actor], chosen: CommonSettings) -> int:
+    """One actor from connection to drain; the exit code. Raises what `Actor.start` raises."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    bus = await connect(chosen, actor_class.name)
+    try:
+        actor = actor_class(bus, chosen)
+        starting = loop.create_task(actor.start())
+        await _first(starting, stop.wait(), bus.connection.closed.wait())
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        elif starting.exception() is None:
+            log.info("started")
+            await _first(stop.wait(), actor.failed.wait(), bus.connection.closed.wait())
+        else:
+            starting.result()
+        failure = actor.failure or bus.connection.failure
+        log.info("stopping", failure=str(failure) if failure is not None else None)
+        await actor.drain()
+        return 1 if failure is not None else 0
+    finally:
+        await bus.close()
+
+
+async def connect(chosen: CommonSettings, role: str) -> Bus:
+    """The bus of one role; waits up to `CONNECT_LIMIT_S` for a server that is just starting."""
+    access = settings.connection(chosen, role)
+    deadline = asyncio.get_running_loop().time() + CONNECT_LIMIT_S
+    while True:
+        try:
+            return await Bus.connect(
+                access.url, user=access.user, password=access.password, name=role, namespace=chosen.namespace
+            )
+        except Unavailable:
+            if asyncio.get_running_loop().time() > deadline:
+                raise
+            await asyncio.sleep(CONNECT_RETRY_S)
+
+
+async def _first(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
+    """Returns when the first is over; the events among the others are waited for no more."""
+    tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, wait in zip(tasks, waits, strict=True):
+            if task is not wait:
+                task.cancel()

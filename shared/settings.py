@@ -1,0 +1,228 @@
+"""Every setting of every actor. Sources, weakest first: defaults, `kvrelay.toml`, `KVRELAY_*` variables, flags.
+
+`kvrelay.toml` (in the working directory, or where `KVRELAY_CONFIG` points) holds settings at its top level for every
+actor that knows them, and in a table named after an actor for that actor alone. Names are those users of vLLM know.
+
+The embedded NATS server leaves its URL and one password per role in `<state_dir>/nats.json` (mode 0600):
+`{"url": …, "users": {role: password}}`; `connection` reads it unless a URL is given.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+
+from shared.errors import Misconfigured
+from shared.logs import LogFormat, LogLevel
+
+S = TypeVar("S", bound="CommonSettings")
+NATS_FILE = "nats.json"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def _size(value: object) -> object:
+    """Bytes of `4096`, `512MiB`, `4G`."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value.lower())
+    if match is None:
+        raise ValueError("give bytes, or a size such as 512MiB or 4GiB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _list(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_list)]
+
+
+def default_state_dir() -> Path:
+    """`$XDG_STATE_HOME/kvrelay`, else `~/.local/state/kvrelay`."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvrelay"
+
+
+class CommonSettings(BaseModel):
+    """What every actor needs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+    section: ClassVar[str] = ""
+
+    state_dir: Path = Field(
+        default_factory=default_state_dir, description="where a pipeline keeps what it must find again"
+    )
+    namespace: str = Field(
+        default="kvrelay", pattern=r"^[A-Za-z0-9_-]{1,32}$", description="first word of every subject"
+    )
+    nats_url: str | None = Field(default=None, description="an external server; default: the one of state_dir")
+    nats_user: str | None = None
+    nats_password: SecretStr | None = None
+    instance: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="name of this process; default: actor and 6 hex digits",
+    )
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "auto"
+    otlp_endpoint: str | None = Field(
+        default=None, pattern=r"^https?://", description="base URL of an OTLP/HTTP collector"
+    )
+    trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    max_inflight: int = Field(default=256, ge=1, description="messages served at once; the next is answered 429")
+    drain_timeout_s: float = Field(default=30.0, ge=0, description="how long accepted work may take at stop")
+
+
+class CacheSettings(CommonSettings):
+    """The model and its KV cache; the same for all actors that touch pages."""
+
+    model: str = "smollm2-135m"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    k_cache_dtype: str | None = None
+    v_cache_dtype: str | None = None
+    kv_cache_dtype_skip_layers: Names = ()
+    block_size: int = Field(default=16, ge=1, le=256)
+    num_blocks_override: int | None = Field(default=None, ge=2)
+    kv_cache_memory_bytes: Bytes | None = None
+    max_num_seqs: int = Field(default=32, ge=1, le=1024, description="sequences of one batch; tails for twice as many")
+    max_model_len: int | None = Field(default=None, ge=1)
+    prefill_pool: str = Field(default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$")
+    decode_pool: str = Field(default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$")
+    enable_prefix_caching: bool = True
+
+
+class WorkerSettings(CacheSettings):
+    """An actor that computes."""
+
+    max_num_batched_tokens: int = Field(default=512, ge=16, description="tokens of one forward pass: the prefill chunk")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="compute threads; default: all usable cores")
+    kernels: Literal["auto", "cpu", "reference", "triton"] = "auto"
+
+
+class GatewaySettings(CacheSettings):
+    section: ClassVar[str] = "gateway"
+
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(default=8000, ge=0, le=65_535)
+    queue_size: int = Field(default=256, ge=1, description="requests that may wait; the next is answered 429")
+
+
+class PrefillSettings(WorkerSettings):
+    section: ClassVar[str] = "prefill"
+
+
+class DecodeSettings(WorkerSettings):
+    section: ClassVar[str] = "decode"
+
+
+class BlockManagerSettings(CacheSettings):
+    section: ClassVar[str] = "block_manager"
+
+
+class OffloadSettings(CacheSettings):
+    section: ClassVar[str] = "offload"
+
+
+_ALL: tuple[type[CommonSettings], ...] = (
+    GatewaySettings, PrefillSettings, DecodeSettings, BlockManagerSettings, OffloadSettings,
+)  # fmt: skip
+_KNOWN = frozenset(name for kind in _ALL for name in kind.model_fields)
+
+
+def load(kind: type[S], overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> S:
+    """The settings of one actor. `overrides` are flags; None among them means not given.
+
+    Raises Misconfigured naming the setting, where it came from and what it may be.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    source: dict[str, str] = {}
+
+    def take(found: Mapping[str, Any], origin: str) -> None:
+        for name, value in found.items():
+            values[name] = value
+            source[name] = origin
+
+    take(_from_file(kind, environ), "kvrelay.toml")
+    for name in kind.model_fields:
+        text = environ.get(f"KVRELAY_{name.upper()}")
+        if text is not None and text != "":
+            take({name: text}, f"KVRELAY_{name.upper()}")
+    take({name: value for name, value in (overrides or {}).items() if value is not None}, "flag")
+    for name in values.keys() - kind.model_fields.keys():
+        raise Misconfigured(_unknown(name, source[name]))
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        raise Misconfigured(f"{name} ({source.get(name, 'default')}): {problem['msg']}") from None
+
+
+class NatsAccess(NamedTuple):
+    """How to reach NATS."""
+
+    url: str
+    user: str | None
+    password: str | None
+
+    def __repr__(self) -> str:
+        return f"NatsAccess(url={self.url!r}, user={self.user!r})"
+
+
+def connection(settings: CommonSettings, role: str) -> NatsAccess:
+    """Where NATS is and who we are. Raises Misconfigured if there is neither a URL nor a running pipeline."""
+    if settings.nats_url is not None:
+        password = settings.nats_password.get_secret_value() if settings.nats_password is not None else None
+        return NatsAccess(settings.nats_url, settings.nats_user, password)
+    path = settings.state_dir / NATS_FILE
+    try:
+        found = json.loads(path.read_text())
+        user = settings.nats_user or role
+        return NatsAccess(found["url"], user, found["users"][user])
+    except FileNotFoundError:
+        raise Misconfigured(
+            f"no pipeline runs in {settings.state_dir}: start one with `kvrelay up`, or give --state-dir or --nats-url"
+        ) from None
+    except PermissionError:
+        raise Misconfigured(f"{path} belongs to another user") from None
+    except (ValueError, KeyError, TypeError):
+        raise Misconfigured(f"{path} does not name a URL and the user {role}; start the pipeline again") from None
+
+
+def _from_file(kind: type[CommonSettings], environ: Mapping[str, str]) -> dict[str, Any]:
+    given = environ.get("KVRELAY_CONFIG")
+    path = Path(given or "kvrelay.toml")
+    try:
+        content = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        if given:
+            raise Misconfigured(f"KVRELAY_CONFIG names {path}, which does not exist") from None
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise Misconfigured(f"cannot read {path}: {error}") from None
+    sections = {settings.section for settings in _ALL}
+    values: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, dict) and name in sections:
+            continue
+        if name not in _KNOWN:
+            raise Misconfigured(_unknown(name, str(path)))
+        if name in kind.model_fields:
+            values[name] = value
+    own = content.get(kind.section, {}) if kind.section else {}
+    return {**values, **own}
+
+
+def _unknown(name: str, source: str) -> str:
+    close = difflib.get_close_matches(name, _KNOWN, 1)
+    return f"{source}: there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")

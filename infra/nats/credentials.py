@@ -52,7 +52,7 @@ class Credentials:
 
 
 def load(state_dir: Path) -> Credentials:
-    """What `kvrelay up` wrote. Raises Misconfigured if nothing runs with this state directory or it is another user's."""
+    """What `kvrelay up` wrote. Raises Misconfigured if nothing runs with this state directory or if it is not ours."""
     path = state_dir / FILE_NAME
     try:
         stored = json.loads(path.read_text())

@@ -49,6 +49,8 @@ def port_is_free(host: str, port: int) -> bool:
 class NatsServer:
     """One embedded server. `start` may be called again after the process ended; `credentials` then stay the same."""
 
+    name = "nats"
+
     def __init__(
         self,
         state_dir: Path,
@@ -66,11 +68,17 @@ class NatsServer:
         self._namespace = namespace
         self._preexec = preexec
         self._process: asyncio.subprocess.Process | None = None
+        self._started = 0.0
         self.credentials = Credentials.generate("")
 
     @property
     def url(self) -> str:
         return self.credentials.url
+
+    @property
+    def lived_s(self) -> float:
+        """Seconds since the newest start."""
+        return time.monotonic() - self._started
 
     @property
     def process(self) -> asyncio.subprocess.Process:
@@ -86,6 +94,7 @@ class NatsServer:
         for stale in self._folder.glob("*.ports"):
             stale.unlink()
         self._write_config()
+        self._started = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             str(find_binary()),
             "--config",
@@ -104,17 +113,31 @@ class NatsServer:
         self.credentials = Credentials(f"nats://{self._host}:{self._port}", self.credentials.roles)
         self.credentials.write(self._state_dir)
 
-    async def stop(self) -> None:
+    async def wait(self) -> int:
+        """The exit code, once the process has ended."""
+        return await self.process.wait()
+
+    async def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
         """Ends the process, by force if it does not go by itself. Harmless when it is gone already."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+            await asyncio.wait_for(process.wait(), patience_s)
         except TimeoutError:
             process.kill()
             await process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, at once."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    def last_words(self) -> list[str]:
+        """The last lines of the server's log, oldest first."""
+        log = self._folder / "server.log"
+        return log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
 
     def _write_config(self) -> None:
         path = self._folder / "server.conf"
@@ -135,14 +158,12 @@ class NatsServer:
         give_up = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < give_up:
             if process.returncode is not None:
-                raise Misconfigured(f"nats-server ended at start: {self._last_log_line()}")
+                raise Misconfigured(f"nats-server ended at start: {self._last_line()}")
             if ports_file.exists() and (text := ports_file.read_text()):
                 url: str = json.loads(text)["nats"][0]
                 return int(url.rpartition(":")[2])
             await asyncio.sleep(0.02)
-        raise Misconfigured(f"nats-server did not listen within {START_TIMEOUT_S:.0f} s: {self._last_log_line()}")
+        raise Misconfigured(f"nats-server did not listen within {START_TIMEOUT_S:.0f} s: {self._last_line()}")
 
-    def _last_log_line(self) -> str:
-        log = self._folder / "server.log"
-        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-        return lines[-1] if lines else "it left no log"
+    def _last_line(self) -> str:
+        return next(iter(self.last_words()[-1:]), "it left no log")

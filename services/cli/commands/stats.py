@@ -1,0 +1,134 @@
+"""`kvrelay stats`: pools and actors of the running pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import typer
+
+from services.cli import console, state_dir
+from services.cli.connection import JsonOption, NamespaceOption, NatsUrlOption, StateDirOption, Where, connected, run
+
+app = typer.Typer(add_completion=False)
+LISTEN_S = 2.5
+"""Actors send a heartbeat each second: whoever is silent this long is not there."""
+ASK_LIMIT_S = 10.0
+RETRY_S = 0.1
+
+
+@app.command()
+def stats(
+    as_json: JsonOption = False,
+    state: StateDirOption = None,
+    nats_url: NatsUrlOption = None,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Show the pools (pages free, filling, active, cached, quarantined) and the actors."""
+    where = Where(state, nats_url, namespace)
+    settings = where.settings()
+    expected = state_dir.running(settings.state_dir).get("actors", {}) if settings.nats_url is None else {}
+    found = run(_collect(where, expected))
+    if as_json:
+        console.print_json(found)
+    else:
+        _show(found)
+
+
+async def _collect(where: Where, expected: dict[str, int]) -> dict[str, Any]:
+    """`expected` is how many of each actor there should be; listening ends early once they were all heard."""
+    from shared import wire
+    from shared.messages import Heartbeat
+
+    heard: dict[str, Heartbeat] = {}
+    complete = asyncio.Event()
+
+    async def note(message: Any) -> None:
+        beat = wire.decode(message.data, Heartbeat)
+        heard[beat.instance] = beat
+        counts = [sum(one.actor == actor for one in heard.values()) for actor in expected]
+        if expected and all(count >= wanted for count, wanted in zip(counts, expected.values(), strict=True)):
+            complete.set()
+
+    async with connected("client", where) as bus:
+        await bus.subscribe("event.actor.heartbeat", note)
+        pools = asyncio.create_task(_pools(bus))
+        with suppress(TimeoutError):  # somebody is missing, which the answer shows
+            await asyncio.wait_for(complete.wait(), LISTEN_S)
+        return {"pools": await pools, "actors": _actors(list(heard.values()), expected)}
+
+
+async def _pools(bus: Any) -> dict[str, Any]:
+    """Asks the block manager, waiting a little for one that is just being restarted."""
+    from shared.errors import Unavailable
+    from shared.messages import Empty, Stats
+
+    give_up = asyncio.get_running_loop().time() + ASK_LIMIT_S
+    while True:
+        try:
+            answer = await bus.request("block_manager.stats", Empty(), Stats, timeout_s=2.0)
+        except Unavailable:
+            if asyncio.get_running_loop().time() > give_up:
+                raise
+            await asyncio.sleep(RETRY_S)
+        else:
+            return {name: pool.model_dump() for name, pool in answer.pools.items()}
+
+
+def _actors(heard: list[Any], expected: dict[str, int]) -> list[dict[str, Any]]:
+    """One entry per actor heard, and one with health `missing` per actor that should be there and is not."""
+    rows = [
+        {
+            "name": beat.actor,
+            "instance": beat.instance,
+            "pid": beat.pid,
+            "health": "draining" if beat.draining else "ready" if beat.ready else "starting",
+            "reason": beat.reason,
+            "details": beat.details,
+        }
+        for beat in heard
+    ]
+    for actor, wanted in expected.items():
+        missing = wanted - sum(row["name"] == actor for row in rows)
+        absent: dict[str, Any] = {
+            "name": actor,
+            "instance": None,
+            "pid": None,
+            "health": "missing",
+            "reason": "",
+            "details": {},
+        }
+        rows += [dict(absent) for _ in range(missing)]
+    return sorted(rows, key=lambda row: (row["name"], row["instance"] or ""))
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    pools = Table(title="pools", title_justify="left")
+    states = ("total", "free", "filling", "active", "cached", "quarantined")
+    for heading in ("pool", *states):
+        pools.add_column(heading, justify="left" if heading == "pool" else "right")
+    for heading in ("memory", "K/V", "tails free", "leases", "hit rate"):
+        pools.add_column(heading, justify="right")
+    for name, pool in found["pools"].items():
+        hit_rate = f"{pool['hit_tokens'] / pool['prompt_tokens']:.0%}" if pool["prompt_tokens"] else "–"
+        pools.add_row(
+            name,
+            *(str(pool[state]) for state in states),
+            f"{console.size(pool['bytes_used'])} of {console.size(pool['bytes_total'])}",
+            f"{pool['k_format']}/{pool['v_format']}",
+            f"{pool['tails_free']} of {pool['tails_total']}",
+            str(pool["leases"]),
+            hit_rate,
+        )
+    actors = Table(title="actors", title_justify="left")
+    for heading in ("actor", "instance", "pid", "health"):
+        actors.add_column(heading)
+    for row in found["actors"]:
+        colour = {"ready": "green", "missing": "red"}.get(row["health"], "yellow")
+        health = f"[{colour}]{row['health']}[/] {row['reason']}".strip()
+        actors.add_row(row["name"], row["instance"] or "–", str(row["pid"] or "–"), health)
+    console.out().print(pools)
+    console.out().print(actors)

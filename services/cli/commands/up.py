@@ -1,0 +1,67 @@
+"""`kvrelay up`: the whole pipeline in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Annotated, Any
+
+import typer
+
+from infra.nats.server import port_is_free
+from services.cli.connection import with_login
+from services.cli.options import KINDS, environment, known, with_settings
+from services.cli.pipeline import Pipeline, Plan
+from services.cli.report import Report
+from services.cli.state_dir import StateDir
+from shared import logs, settings
+from shared.errors import Misconfigured
+
+app = typer.Typer(add_completion=False)
+
+
+def up(
+    flags: dict[str, Any],
+    nats_port: Annotated[int, typer.Option(min=0, max=65_535, help="of the embedded NATS server (0: any free)")] = 0,
+    prefill_workers: Annotated[int, typer.Option(min=1, max=64, help="prefill processes")] = 1,
+    decode_workers: Annotated[int, typer.Option(min=1, max=64, help="decode processes")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="events as JSON lines on stdout")] = False,
+) -> None:
+    """Start NATS and all actors, restart what dies, stop everything on Ctrl-C.
+
+    Every setting is also a variable, KVRELAY_<NAME>, and a line of kvrelay.toml.
+    """
+    for kind in KINDS.values():
+        settings.load(kind, known(kind, flags))
+    gateway = with_login(settings.load(settings.GatewaySettings, known(settings.GatewaySettings, flags)))
+    gateway = gateway.model_copy(update={"state_dir": gateway.state_dir.expanduser().absolute()})
+    if gateway.http_port == 0:
+        gateway = gateway.model_copy(update={"http_port": _free_port(gateway.http_host)})
+    logs.setup("error")
+    state = StateDir(gateway.state_dir)
+    try:
+        if not port_is_free(gateway.http_host, gateway.http_port):
+            where = f"{gateway.http_host}:{gateway.http_port}"
+            raise Misconfigured(f"HTTP address {where} cannot be taken; choose another with --http-port (0: any free)")
+        chosen = {name: getattr(gateway, name) for name in ("state_dir", "http_port", "nats_url", "nats_user")}
+        plan = Plan(
+            settings=gateway,
+            environment=environment({**flags, **chosen, "nats_password": gateway.nats_password}),
+            nats_port=nats_port,
+            workers={"prefill": prefill_workers, "decode": decode_workers},
+        )
+        asyncio.run(_run(plan, state, Report(as_json)))
+    finally:
+        state.close()
+
+
+async def _run(plan: Plan, state: StateDir, report: Report) -> None:
+    await Pipeline(plan, state, report).run()
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+app.command()(with_settings(KINDS.values(), up))

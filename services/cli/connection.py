@@ -1,0 +1,105 @@
+"""From the command line to a running pipeline: by its state directory, or by a NATS URL with credentials in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import typer
+
+from shared.errors import Misconfigured
+
+if TYPE_CHECKING:
+    from shared.bus import Bus
+    from shared.settings import CommonSettings
+
+T = TypeVar("T")
+CONNECT_TIMEOUT_S = 5.0
+
+StateDirOption = Annotated[
+    Path | None, typer.Option("--state-dir", help="State directory of the pipeline.", show_default=False)
+]
+NatsUrlOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nats-url", help="nats://user:password@host:port, instead of a state directory.", show_default=False
+    ),
+]
+NamespaceOption = Annotated[
+    str | None, typer.Option("--namespace", help="First word of the pipeline's subjects.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, for programs.")]
+
+
+class Where(NamedTuple):
+    """The options that say which pipeline is meant; None is not given."""
+
+    state_dir: Path | None = None
+    nats_url: str | None = None
+    namespace: str | None = None
+
+    def settings(self) -> CommonSettings:
+        """Completed from the environment and kvrelay.toml. A state directory given by flag beats a URL that was not."""
+        from shared.settings import CommonSettings, load
+
+        environ = dict(os.environ)
+        if self.state_dir is not None and self.nats_url is None:
+            environ.pop("KVRELAY_NATS_URL", None)
+        return with_login(load(CommonSettings, self._asdict(), environ))
+
+
+def with_login(settings: Any) -> Any:
+    """The same settings with the credentials taken out of `nats_url` into `nats_user` and `nats_password`."""
+    from pydantic import SecretStr
+
+    if settings.nats_url is None:
+        return settings
+    url: str = settings.nats_url if "://" in settings.nats_url else f"nats://{settings.nats_url}"
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port or 4222
+    except ValueError:
+        host, port = None, 0
+    if not host:
+        raise Misconfigured("the NATS URL must look like nats://user:password@host:port")
+    update: dict[str, Any] = {"nats_url": f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}"}
+    if parts.username:
+        update |= {"nats_user": unquote(parts.username), "nats_password": SecretStr(unquote(parts.password or ""))}
+    return settings.model_copy(update=update)
+
+
+@asynccontextmanager
+async def connected(role: str, where: Where) -> AsyncIterator[Bus]:
+    """The bus for the length of the block. Raises what prevents it, in words for the user."""
+    from shared import logs
+    from shared.bus import Bus
+    from shared.settings import connection
+
+    logs.setup("error")
+    settings = where.settings()
+    access = connection(settings, role)
+    bus = await Bus.connect(
+        access.url,
+        user=access.user,
+        password=access.password,
+        name=f"kvrelay-{role}",
+        namespace=settings.namespace,
+        timeout_s=CONNECT_TIMEOUT_S,
+    )
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Runs the coroutine; Ctrl-C cancels it, waits for it to clean up, and ends the command with exit code 1."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        raise typer.Exit(1) from None

@@ -76,4 +76,5 @@ class Admission(Generic[T]):
 
     def waiting(self) -> list[T]:
         """Everything queued, in order."""
-        return [entry[3] for entry in sorted(self._heap, key=lambda e: e[:3]) if self._waiting.get(entry[3].id) == entry[2]]
+        entries = sorted(self._heap, key=lambda entry: entry[:3])
+        return [request for _, _, ticket, request in entries if self._waiting.get(request.id) == ticket]

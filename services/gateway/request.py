@@ -5,7 +5,7 @@
       └──────────────────┴───────────────────────────────────┘ (attempt + 1 unless nothing can have been started)
 
 Whatever happens between, the client sees the emitted tokens once and in order: an item counts only if it belongs to the
-current attempt and starts exactly where the emitted tokens end; what overlaps is cut, and a gap starts the next attempt.
+current attempt and starts where the emitted tokens end; what overlaps is cut, and a gap starts the next attempt.
 """
 
 from __future__ import annotations
@@ -200,7 +200,9 @@ class Request:
     def timings(self, now: float) -> Timings:
         """Seconds so far; `tokens_per_s` is the pace after the first token, 0 if there were fewer than two."""
         first, last = self.first_token_at, self.last_token_at
-        pace = (len(self.emitted) - 1) / (last - first) if first is not None and last is not None and last > first else 0.0
+        pace = 0.0
+        if first is not None and last is not None and last > first:
+            pace = (len(self.emitted) - 1) / (last - first)
         return Timings(
             queued_s=(self.placed_at or now) - self.started,
             ttft_s=first - self.started if first is not None else 0.0,

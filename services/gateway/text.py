@@ -6,6 +6,7 @@ shows the beginning of a stop string.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +16,8 @@ from services.gateway.stop import StopStrings
 class Detokenizes(Protocol):
     """`shared.models.tokenizer.Detokenizer`: text as soon as its characters are whole."""
 
-    def feed(self, token_ids: list[int]) -> str: ...
-    def flush(self) -> str: ...
+    def push(self, ids: Sequence[int]) -> str: ...
+    def finish(self) -> str: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,10 +40,10 @@ class TextStream:
     def feed(self, tokens: list[int]) -> Piece:
         """Takes new tokens. After a piece with `stop` nothing more may be fed, and `flush` is not needed."""
         if not self._stops.stops:
-            return Piece(self._detokenizer.feed(tokens), len(tokens))
+            return Piece(self._detokenizer.push(tokens), len(tokens))
         text = ""
         for used, token in enumerate(tokens, 1):
-            delta = self._detokenizer.feed([token])
+            delta = self._detokenizer.push([token])
             if self._exempt > 0:
                 self._exempt -= 1
                 text += delta
@@ -55,5 +56,5 @@ class TextStream:
 
     def flush(self) -> Piece:
         """The end of the tokens: what was held back, up to a stop string that only now became whole."""
-        certain, stop = self._stops.feed(self._detokenizer.flush())
+        certain, stop = self._stops.feed(self._detokenizer.finish())
         return Piece(certain if stop is not None else certain + self._stops.flush(), 0, stop)

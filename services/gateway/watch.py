@@ -1,7 +1,7 @@
 """Which actors are alive, from heartbeats and the supervisor's word. Pure: time comes in as an argument.
 
-An instance is dead when it has been silent for `silence_s`, or at once when the supervisor saw its process end. Instance
-names are never reused, so an exited one stays dead, whatever late heartbeat may still arrive; one that was only silent
+An instance is dead when it has been silent for `silence_s`, or at once when the supervisor saw its process end. Names
+are never reused, so an exited one stays dead, whatever late heartbeat may still arrive; one that was only silent
 (suspended, cut off) is back with its next heartbeat.
 """
 
@@ -31,6 +31,7 @@ class Watch:
         self.silence_s = silence_s
         self._alive: dict[str, Seen] = {}
         self._exited: deque[str] = deque(maxlen=remembered)
+        self._kinds: dict[str, str] = {}
         self._swept_at: float | None = None
 
     def beat(self, heartbeat: Heartbeat, now: float) -> bool:
@@ -38,6 +39,7 @@ class Watch:
         if heartbeat.instance in self._exited:
             return False
         before = self._alive.get(heartbeat.instance)
+        self._kinds[heartbeat.instance] = heartbeat.actor
         self._alive[heartbeat.instance] = Seen(heartbeat, now)
         return (before is not None and self._serves(before)) != self._serves(self._alive[heartbeat.instance])
 
@@ -46,11 +48,13 @@ class Watch:
         if event.instance in self._exited:
             return False
         self._alive.pop(event.instance, None)
+        if len(self._exited) == self._exited.maxlen:
+            self._kinds.pop(self._exited[0], None)
         self._exited.append(event.instance)
         return True
 
-    def sweep(self, now: float, connected: bool = True) -> list[str]:
-        """Instances that have fallen silent since the last sweep. Call it about once a second.
+    def sweep(self, now: float, connected: bool = True) -> list[tuple[str, float]]:
+        """Instances that have fallen silent since the last sweep, and for how long. Call it about once a second.
 
         If this process itself was held up (or cut off from NATS), the silence is ours: everybody gets that time on top.
         """
@@ -59,13 +63,19 @@ class Watch:
         if not connected or ours > self.silence_s / 2:
             for seen in self._alive.values():
                 seen.at += ours
-        dead = [name for name, seen in self._alive.items() if now - seen.at > self.silence_s]
-        for name in dead:
+        dead = [(name, now - seen.at) for name, seen in self._alive.items() if now - seen.at > self.silence_s]
+        for name, _ in dead:
             del self._alive[name]
         return dead
 
-    def alive(self, instance: str) -> bool:
-        return instance in self._alive
+    def kind_of(self, instance: str) -> str:
+        """The actor an instance is or was; by the usual form of its name if it was never heard of."""
+        return self._kinds.get(instance) or instance.rpartition("-")[0] or instance
+
+    def healthy(self, instance: str) -> bool:
+        """Alive and making progress; it may be draining."""
+        seen = self._alive.get(instance)
+        return seen is not None and seen.beat.ready
 
     def ready(self, kind: str) -> list[str]:
         """Instances of `kind` that take new work."""

@@ -54,7 +54,10 @@ def test_a_removed_request_may_come_back() -> None:
     assert drain(queue) == ["a"]
 
 
-@given(st.lists(st.tuples(st.sampled_from("ard"), st.integers(0, 9), st.integers(-2, 2), st.integers(0, 5)), max_size=200))
+STEPS = st.tuples(st.sampled_from("ard"), st.integers(0, 9), st.integers(-2, 2), st.integers(0, 5))
+
+
+@given(st.lists(STEPS, max_size=200))
 def test_against_a_sorted_list(steps: list[tuple[str, int, int, int]]) -> None:
     queue: Admission[Item] = Admission(5)
     model: dict[str, tuple[int, int, int]] = {}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ def run(deltas: list[str], stops: list[str]) -> tuple[str, str | None, list[str]
 )
 def test_every_split_of_the_text_gives_what_the_definition_says(text: str, stops: list[str], cuts: list[int]) -> None:
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    deltas = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    deltas = [text[a:b] for a, b in itertools.pairwise(edges)]
     got, stop, pieces = run(deltas, stops)
     want, want_stop = oracle(text, stops)
     assert (got, stop) == (want, want_stop)

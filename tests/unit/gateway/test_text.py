@@ -12,7 +12,7 @@ class Utf8:
     def __init__(self) -> None:
         self.held = b""
 
-    def feed(self, token_ids: list[int]) -> str:
+    def push(self, token_ids: list[int]) -> str:
         self.held += bytes(token_ids)
         for cut in range(len(self.held), max(-1, len(self.held) - 4), -1):
             try:
@@ -22,12 +22,12 @@ class Utf8:
                 continue
         return ""
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         text, self.held = self.held.decode(errors="replace"), b""
         return text
 
 
-@given(text=st.text(alphabet="ab€👩‍🚀", max_size=12), stop=st.text(alphabet="ab€", min_size=1, max_size=3), step=st.integers(1, 5))
+@given(text=st.text("ab€👩‍🚀", max_size=12), stop=st.text("ab€", min_size=1, max_size=3), step=st.integers(1, 5))
 def test_text_is_cut_at_the_stop_string_whatever_the_tokens(text: str, stop: str, step: int) -> None:
     stream, tokens, got, used, found = TextStream(Utf8(), [stop]), list(text.encode()), "", 0, None
     for start in range(0, len(tokens), step):

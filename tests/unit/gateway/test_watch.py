@@ -25,7 +25,7 @@ def test_silence_is_death_until_the_next_heartbeat() -> None:
     watch.beat(beat("decode"), 0.0)
     for now in (1.0, 2.0, 3.0, 3.5):
         assert watch.sweep(now) == []
-    assert watch.sweep(3.6) == ["decode-1"]
+    assert watch.sweep(3.6) == [("decode-1", 3.6)]
     assert watch.sweep(4.6) == []
     assert watch.beat(beat("decode"), 5.0)
     assert watch.ready("decode") == ["decode-1"]
@@ -49,4 +49,11 @@ def test_our_own_absence_kills_nobody() -> None:
     assert watch.sweep(61.0, connected=False) == []
     assert watch.sweep(62.0) == []
     assert watch.sweep(63.0) == []
-    assert watch.sweep(64.5) == ["decode-1"]
+    assert [name for name, _ in watch.sweep(64.5)] == ["decode-1"]
+
+
+def test_the_kind_of_an_instance_with_a_name_of_its_own() -> None:
+    watch = Watch()
+    watch.beat(Heartbeat(actor="block_manager", instance="node7", pid=7, ready=True), 0.0)
+    assert watch.kind_of("node7") == "block_manager"
+    assert watch.kind_of("prefill-a1b2c3") == "prefill"

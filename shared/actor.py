@@ -262,7 +262,7 @@ class Actor:
 
     async def _discover(self, msg: Msg) -> None:
         if msg.reply:
-            await self.bus.reply_json(msg.reply, self._discovery.answer(msg.subject))
+            await self.bus.reply_raw(msg.reply, self._discovery.answer(msg.subject))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class Connection:
         self.violations: dict[str, Unauthorized] = {}
         self.dropped = 0
         self.on_lost: Callable[[KvrelayError], None] = lambda error: None
-        self.on_forbidden: Callable[[str, KvrelayError], None] = lambda subject, error: None
+        self.on_forbidden: Callable[[KvrelayError, str], None] = lambda error, subject: None
         self._up = asyncio.Event()
         self._closing = False
         self._first_error: asyncio.Future[Exception] | None = asyncio.get_running_loop().create_future()
@@ -52,7 +52,7 @@ class Connection:
         return bool(self.client.is_connected)
 
     async def wait_up(self, timeout_s: float) -> None:
-        """Returns when the connection is there; raises Unavailable after `timeout_s`, or the reason it never will be."""
+        """Returns when the connection is there. Raises Unavailable after `timeout_s`, or why it never will be."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._up.wait()
@@ -70,6 +70,13 @@ class Connection:
         forbidden = self.violations.get(f"subscription to {subject}")
         if forbidden is not None:
             raise forbidden
+
+    async def finish(self, subscription: Subscription) -> None:
+        """Stops listening after what the server has already sent is handled. Harmless on a lost connection."""
+        try:
+            await subscription.drain()
+        except (nats.errors.Error, TimeoutError):
+            log.debug("drain on a lost connection", subject=subscription.subject)
 
     async def forget(self, subscription: Subscription) -> None:
         """Stops listening at once; what is on its way is dropped. Harmless on a lost connection."""
@@ -134,7 +141,7 @@ class Connection:
             refused = Unauthorized(f"NATS forbids this user the {verb} to {subject}")
             self.violations[f"{verb} to {subject}"] = refused
             log.error("NATS permission missing", what=verb, subject=subject)
-            self.on_forbidden(subject, refused)
+            self.on_forbidden(refused, subject)
         elif isinstance(error, nats.errors.SlowConsumerError):
             self.dropped += 1
             log.error("messages lost: a subscription's queue is full", subject=error.subject)

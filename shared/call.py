@@ -37,7 +37,7 @@ class Call:
         self._reply: str = msg.reply
         self._watch: Watch | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._sequence = -1
+        self._sent: int | None = None
         self._quiet = False
 
     @property
@@ -72,8 +72,9 @@ class Call:
         """One message of a stream; None ends it."""
         if self._reply and not self.client_gone.is_set():
             self._quiet = False
-            self._sequence += 1
-            await self._bus.reply(self._reply, message, self.encoding, watch=self._watch, index=self._sequence)
+            index = self._sent or 0
+            self._sent = index + 1
+            await self._bus.reply(self._reply, message, self.encoding, watch=self._watch, index=index)
 
     async def answer(self, message: BaseModel | None) -> None:
         """The only answer; None is an empty one."""
@@ -83,7 +84,7 @@ class Call:
     async def fail(self, error: KvrelayError) -> None:
         """Ends the call with an error, whether or not a stream has begun."""
         if self._reply and not self.client_gone.is_set():
-            await self._bus.reply_error(self._reply, error, index=self._sequence + 1)
+            await self._bus.reply_error(self._reply, error, index=self._sent)
 
     def close(self) -> None:
         """Nobody is watched any more."""

@@ -1,4 +1,4 @@
-"""Structured logs on stderr: one line per event, with the trace it belongs to. Never log prompts, tokens or passwords."""
+"""Structured logs on stderr: one line per event, with its trace. Never log prompts, tokens or passwords."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ LogFormat = Literal["auto", "console", "json"]
 def setup(level: LogLevel = "info", form: LogFormat = "auto", **fields: str) -> None:
     """Configures the process's logs; `fields` (actor, instance) go on every line. `auto` is console on a terminal."""
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
-    renderer: Any = (
-        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-        if console
-        else structlog.processors.JSONRenderer()
-    )
+    renderer: Any = structlog.processors.JSONRenderer()
+    if console:
+        # the pretty formatter shows local variables, and those hold what users wrote
+        renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     number = getattr(logging, level.upper())
 
     def common(_: Any, __: str, event: EventDict) -> EventDict:

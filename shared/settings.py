@@ -119,6 +119,8 @@ class GatewaySettings(CacheSettings):
 class PrefillSettings(WorkerSettings):
     section: ClassVar[str] = "prefill"
 
+    max_num_partial_prefills: int = Field(default=8, ge=1, le=1024, description="prompts computed in turns; more wait")
+
 
 class DecodeSettings(WorkerSettings):
     section: ClassVar[str] = "decode"

@@ -36,6 +36,16 @@ COMPLETION_TOKENS = "gen_ai.usage.output_tokens"
 CACHED_TOKENS = "kvrelay.cached_tokens"
 FINISH_REASON = "gen_ai.response.finish_reasons"
 MODEL = "gen_ai.request.model"
+TOKENS = "kvrelay.tokens"
+CHUNKS = "kvrelay.chunks"
+STEPS = "kvrelay.steps"
+PAGES = "kvrelay.pages"
+
+# spans that are not the serving of one message, and events
+PREFILL_COMPUTE = "prefill.compute"
+DECODE_SEQUENCE = "decode.sequence"
+CHUNK = "kvrelay.chunk"
+MAX_EVENTS = 64  # of the 128 a span may carry
 
 EXPORT_TIMEOUT_S = 2.0
 SHUTDOWN_LIMIT_S = 3.0

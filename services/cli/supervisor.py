@@ -31,14 +31,18 @@ class Process(Protocol):
     def last_words(self) -> list[str]: ...
 
 
+HOPELESS = 2
+"""Exit code of an actor whose settings, credentials or permissions are wrong."""
+TRIES = 3
+
 OnExit = Callable[[Process, int, float], Awaitable[None]]
 
 
 class Supervisor:
     """A set of children. `watch` starts one and keeps it alive until `stop`.
 
-    A child that ends by itself with an error before `settled()` was called cannot work as configured: that is a
-    failure of the whole (`failure()` raises), not a reason to try again.
+    Before `settled()` was called, a child that says its configuration is wrong (`HOPELESS`), or ends by itself with an
+    error more than `TRIES` times, is a failure of the whole: `failure()` raises. Later every exit means a restart.
     """
 
     def __init__(self, on_exit: OnExit) -> None:
@@ -84,11 +88,13 @@ class Supervisor:
 
     async def _keep(self, child: Process) -> None:
         backoff = Backoff()
+        failures = 0
         while True:
             code = await child.wait()
             if child.name in self._stopping:
                 return
-            if code > 0 and not self._settled and not self._failed.done():
+            failures += code > 0
+            if not self._settled and (code == HOPELESS or failures > TRIES) and not self._failed.done():
                 self._failed.set_exception(Misconfigured(f"{child.name} could not start: {explain(child)}"))
                 return
             delay_s = backoff.next_delay(child.lived_s)
@@ -103,13 +109,13 @@ class Supervisor:
 
 
 def explain(child: Process) -> str:
-    """Why `child` ended, in its own words: the last error it logged, else the last line it wrote."""
-    lines = child.last_words()
-    for line in reversed(lines):
+    """Why `child` ended, in its own words: what it complained about last."""
+    for line in reversed(child.last_words()):
         try:
             record = json.loads(line)
         except ValueError:
-            continue
+            return line.removeprefix(f"{child.name}: ")
         if isinstance(record, dict) and record.get("level") in ("error", "critical"):
-            return ": ".join(str(record[key]) for key in ("event", "error", "reason", "text") if record.get(key))
-    return lines[-1] if lines else "it left no message"
+            raised = str(record.get("exception", "")).strip().rpartition("\n")[2]
+            return ": ".join(filter(None, (str(record.get("event", "")), raised)))
+    return "it left no message"

@@ -1,0 +1,1 @@
+"""Places that hold pages; one kind per file."""

@@ -1,0 +1,215 @@
+"""Pools in POSIX shared memory: one file in /dev/shm (or KVRELAY_SHM_DIR), mapped by every process of the node.
+
+    page 0   magic "KVRELAYP", version, epoch, blocks, tails, page_bytes, tail_bytes, total bytes   (little-endian)
+    then     generations u32 [blocks + tails] · tails u8 [tails, tail_bytes] · pages u8 [blocks, page_bytes]
+
+Each part starts on a 4 KiB boundary. The owner holds a lock on the file while it lives. An owner that starts finds
+its predecessor's file under the same name, zeroes the epoch in it, so that whoever still maps it sees `Stale`,
+unlinks it, and makes a new file: old readers keep old memory and can never see a new tenant's bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import struct
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from shared.errors import Conflict, Misconfigured, Stale
+from shared.handles import Layout
+from shared.messages import PoolDescription
+from shared.pool.base import Pool
+
+MAGIC: Final = b"KVRELAYP"
+VERSION: Final = 1
+HEADER: Final = struct.Struct("<8sIIIIQQQ")
+EPOCH_AT: Final = 12
+PAGE: Final = 4096
+
+
+def _round_up(value: int) -> int:
+    return -(-value // PAGE) * PAGE
+
+
+class Geometry:
+    """Where the parts of the file are, in bytes."""
+
+    def __init__(self, blocks: int, tails: int, page_bytes: int, tail_bytes: int) -> None:
+        self.blocks, self.tails, self.page_bytes, self.tail_bytes = blocks, tails, page_bytes, tail_bytes
+        self.generations_at = PAGE
+        self.tails_at = self.generations_at + _round_up(4 * (blocks + tails))
+        self.pages_at = self.tails_at + _round_up(tails * tail_bytes)
+        self.total = self.pages_at + _round_up(blocks * page_bytes)
+
+    def header(self, epoch: int) -> bytes:
+        return HEADER.pack(MAGIC, VERSION, epoch, self.blocks, self.tails, self.page_bytes, self.tail_bytes, self.total)
+
+
+class ShmPool(Pool):
+    """A mapped pool file. The owner's copy (`create`) also holds the lock and removes the file on `close()`."""
+
+    def __init__(self, name: str, path: Path, epoch: int, geometry: Geometry, descriptor: int, owner: bool) -> None:
+        self.name, self.path, self.epoch = name, path, epoch
+        self.blocks, self.slots = geometry.blocks, geometry.tails
+        self._owned = descriptor if owner else None
+        self._map = mmap.mmap(descriptor, geometry.total)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        self._epoch = whole[EPOCH_AT : EPOCH_AT + 4].view("<u4")
+        entries = geometry.blocks + geometry.tails
+        at = geometry.generations_at
+        self.generations = whole[at : at + 4 * entries].view("<u4")
+        at = geometry.tails_at
+        self.tails = whole[at : at + geometry.tails * geometry.tail_bytes].reshape(geometry.tails, geometry.tail_bytes)
+        at = geometry.pages_at
+        self.pages = whole[at : at + geometry.blocks * geometry.page_bytes].reshape(
+            geometry.blocks, geometry.page_bytes
+        )
+
+    def live_epoch(self) -> int:
+        return int(self._epoch[0])
+
+    def close(self) -> None:
+        if self._owned is not None:
+            self._epoch[0] = 0
+            self.path.unlink(missing_ok=True)
+            os.close(self._owned)
+            self._owned = None
+        nothing = np.empty((0, 0), dtype=np.uint8)
+        self.pages = self.tails = nothing
+        # The map itself goes with the last array that still refers to it (a torch view in a worker, for example).
+
+
+def directory() -> Path:
+    """Where pool files live: KVRELAY_SHM_DIR, else /dev/shm."""
+    return Path(os.environ.get("KVRELAY_SHM_DIR") or "/dev/shm")
+
+
+def pool_path(name: str, state_dir: Path | str) -> Path:
+    """The file of pool `name` of the pipeline whose state lives in `state_dir`; two pipelines never share one."""
+    owner = blake2b(os.fsencode(Path(state_dir).resolve()), digest_size=6).hexdigest()
+    return directory() / f"kvrelay-{owner}-{name}"
+
+
+def create(name: str, state_dir: Path | str, layout: Layout, blocks: int, tails: int) -> ShmPool:
+    """Makes the memory of a pool and owns it until `close()` or the end of the process.
+
+    The memory is reserved whole, so that a small /dev/shm shows here and not as SIGBUS later. Raises Misconfigured
+    if there is no room, the directory cannot be used, or a living process owns this pool.
+    """
+    path = pool_path(name, state_dir)
+    geometry = Geometry(blocks, tails, layout.page_bytes, layout.tail_bytes)
+    _retire(path)
+    epoch = secrets.randbelow(2**32 - 1) + 1
+    descriptor = -1
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(descriptor, 0, geometry.total)
+        os.pwrite(descriptor, geometry.header(epoch), 0)
+        os.link(fresh, path)  # unlike rename, fails if somebody else has just created it
+        fresh.unlink()
+    except OSError as error:
+        if descriptor >= 0:
+            fresh.unlink(missing_ok=True)
+            os.close(descriptor)
+        raise _explained(error, name, geometry) from error
+    return ShmPool(name, path, epoch, geometry, descriptor, owner=True)
+
+
+def attach(description: PoolDescription) -> ShmPool:
+    """Maps the pool an owner described. Raises Stale (gone, or another incarnation) or Conflict (other geometry)."""
+    try:
+        descriptor = os.open(description.path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise Stale(f"the memory of pool {description.pool} is gone") from error
+    try:
+        layout = description.layout
+        geometry = Geometry(description.blocks, description.tails, layout.page_bytes, layout.tail_bytes)
+        found = os.pread(descriptor, HEADER.size, 0)
+        if found[:EPOCH_AT] + found[EPOCH_AT + 4 :] != _without_epoch(geometry):
+            raise Conflict(f"pool {description.pool} has another geometry than its description")
+        if found != geometry.header(description.epoch):
+            raise Stale(f"pool {description.pool} has been created anew")
+        if os.fstat(descriptor).st_size < geometry.total:
+            raise Conflict(f"the file of pool {description.pool} is shorter than its geometry")
+        return ShmPool(description.pool, Path(description.path), description.epoch, geometry, descriptor, owner=False)
+    finally:
+        os.close(descriptor)  # the mapping keeps the memory
+
+
+def _without_epoch(geometry: Geometry) -> bytes:
+    header = geometry.header(0)
+    return header[:EPOCH_AT] + header[EPOCH_AT + 4 :]
+
+
+def _retire(path: Path, patience_s: float = 3.0) -> None:
+    """Ends an earlier incarnation found under `path`, and removes files of owners that died while creating one.
+
+    A predecessor that is still dying (unmapping a large pool takes a while) gets `patience_s` to let go of its lock.
+    """
+    for leftover in path.parent.glob(f"{path.name}.*"):
+        _remove_unlocked(leftover)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise Misconfigured(f"cannot open {path}: {error.strerror}; remove it or set KVRELAY_SHM_DIR") from error
+    try:
+        give_up = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > give_up:
+                    raise Misconfigured(
+                        f"another block manager owns {path}; stop it, or use another --state-dir or pool name"
+                    ) from error
+                time.sleep(0.05)
+        if os.pread(descriptor, len(MAGIC), 0) == MAGIC:
+            os.pwrite(descriptor, bytes(4), EPOCH_AT)
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unlocked(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return  # its owner lives
+    finally:
+        os.close(descriptor)
+
+
+def _explained(error: OSError, name: str, geometry: Geometry) -> Misconfigured:
+    place = directory()
+    if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
+        return Misconfigured(f"cannot create pool {name} in {place}: {error.strerror}; set KVRELAY_SHM_DIR")
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError:
+        free = 0
+    fits = max(0, free - geometry.pages_at) // geometry.page_bytes
+    return Misconfigured(
+        f"pool {name} needs {geometry.total / 2**20:.0f} MiB of shared memory and {place} has {free / 2**20:.0f} MiB "
+        "free. "
+        f"Containers get 64 MiB by default: start them with --shm-size={-(-geometry.total // 2**30) + 1}g, or set "
+        f"KVRELAY_SHM_DIR to a directory with room, or use fewer pages (--num-blocks-override {fits} would fit)."
+    )

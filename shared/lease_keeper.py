@@ -12,13 +12,12 @@ import math
 import time
 from collections.abc import Callable
 
-import structlog
-
+from shared import logs
 from shared.bus import Bus
 from shared.errors import KvrelayError
 from shared.messages import Renew, Renewed
 
-log = structlog.get_logger(__name__)
+log = logs.get()
 
 RETRY_S = 0.5
 SAFETY = 0.9
@@ -43,6 +42,7 @@ class LeaseKeeper:
         self._until: dict[int, float] = {}
         self._terms: dict[int, float] = {}
         self._added = asyncio.Event()
+        self._unanswered = False
         self.fence = math.inf
 
     def __len__(self) -> int:
@@ -71,9 +71,9 @@ class LeaseKeeper:
             while not self._until:
                 self._added.clear()
                 await self._added.wait()
-            await asyncio.sleep(min(self._terms.values()) / 3)
-            while self._until and not await self.renew():
-                await asyncio.sleep(min(RETRY_S, min(self._terms.values(), default=RETRY_S) / 10))
+            third = min(self._terms.values()) / 3
+            await asyncio.sleep(min(RETRY_S, third) if self._unanswered else third)
+            await self.renew()
 
     async def renew(self) -> bool:
         """One renewal of everything held; False if the block manager did not answer."""
@@ -83,7 +83,9 @@ class LeaseKeeper:
             renewed = await self._bus.request("block_manager.renew", message, Renewed, timeout_s=2.0)
         except KvrelayError as error:
             log.warning("leases not renewed", holder=self._holder, leases=len(leases), error=error.text)
+            self._unanswered = True
             return False
+        self._unanswered = False
         lost = [lease for lease in renewed.lost if lease in self._until]
         for lease in lost:
             self.drop(lease)

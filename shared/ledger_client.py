@@ -10,14 +10,13 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-import structlog
-
+from shared import logs
 from shared.bus import Bus
 from shared.errors import KvrelayError
 from shared.handles import BlockTable
-from shared.messages import Commit, CommitItem, Empty, Extend, Extended, ExtendItem, Message, Release
+from shared.messages import Commit, CommitItem, Empty, Extend, Extended, ExtendItem, Message, Release, Renewed
 
-log = structlog.get_logger(__name__)
+log = logs.get()
 
 TIMEOUT_S = 3.0
 STARVED_RETRY_S = 0.05
@@ -28,7 +27,8 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class LedgerClient:
-    """Batches for one `holder`. `on_grant(lease, table)` brings pages, `on_victim(lease)` names whom to preempt."""
+    """Batches for one `holder`. `on_grant(lease, table)` brings pages, `on_victim(lease)` names whom to preempt,
+    `on_lost(leases)` which ones are not ours any more."""
 
     def __init__(
         self,
@@ -36,11 +36,13 @@ class LedgerClient:
         holder: str,
         on_grant: Callable[[int, BlockTable], None] | None = None,
         on_victim: Callable[[int], None] | None = None,
+        on_lost: Callable[[list[int]], None] | None = None,
     ) -> None:
         self._bus = bus
         self._holder = holder
         self._on_grant = on_grant
         self._on_victim = on_victim
+        self._on_lost = on_lost
         self._commits: list[CommitItem] = []
         self._extends: dict[int, int] = {}
         self._starved: dict[int, int] = {}
@@ -110,7 +112,8 @@ class LedgerClient:
         extends, self._extends = self._extends, {}
         releases, self._releases = self._releases, []
         for at in range(0, len(commits), MAX_ITEMS):
-            await self._ask("commit", Commit(holder=self._holder, items=commits[at : at + MAX_ITEMS]), Empty)
+            done = await self._ask("commit", Commit(holder=self._holder, items=commits[at : at + MAX_ITEMS]), Renewed)
+            self._lost(done.lost if done is not None else [])
         if extends:
             await self._extend(extends, set(releases))
         for at in range(0, len(releases), MAX_ITEMS):
@@ -123,7 +126,10 @@ class LedgerClient:
             self._starve({item.lease: item.pages for item in items}, UNANSWERED_RETRY_S)
             return
         refused: dict[int, int] = {}
+        lost = set(extended.lost)
         for item, table in zip(items, extended.tables, strict=True):
+            if item.lease in lost:
+                continue
             if len(table) == 0:
                 refused[item.lease] = item.pages
             elif self._on_grant is not None:
@@ -131,6 +137,11 @@ class LedgerClient:
         self._starve(refused, STARVED_RETRY_S)
         if extended.victim is not None and self._on_victim is not None:
             self._on_victim(extended.victim)
+        self._lost(extended.lost)
+
+    def _lost(self, leases: list[int]) -> None:
+        if leases and self._on_lost is not None:
+            self._on_lost(leases)
 
     def _starve(self, refused: dict[int, int], retry_s: float) -> None:
         dropped = set(self._releases)

@@ -3,9 +3,10 @@
 Order of operations, as in vLLM: mask of `min_tokens`, `logit_bias`, repetition, frequency and presence penalties, then
 greedy, or temperature, `min_p`, `top_k`, `top_p` and one draw. Log-probabilities are those of the raw logits.
 
-The draw inverts the cumulative distribution, in order of token id, at a uniform number that is a hash of (seed, index of
-the emitted token). The result therefore depends on nothing but the logits, the seed and the index: not on the batch,
-the worker or the attempt; and a rounding difference of ε in a probability changes the choice with probability O(ε).
+The draw inverts the cumulative distribution, in order of token id, at a uniform number that is a hash of (seed, index
+of the emitted token). The result therefore depends on nothing but the logits, the seed and the index: not on the
+batch, the worker or the attempt; and a rounding difference of ε in a probability changes the choice with probability
+O(ε).
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def token_logprob(row: np.ndarray, token: int, top: int) -> TokenLogprob:
 def choose_tokens(logits: np.ndarray, samplers: Sequence[Sampler]) -> list[Choice | None]:
     """One choice per row of `logits`, float32 [rows, vocab]; None where the row is not a distribution (NaN).
 
-    Ties of greedy rows go to the lowest id: numpy's argmax returns the first maximum, and the first NaN if there is one.
+    Ties of greedy rows go to the lowest id: numpy's argmax returns the first maximum (or the first NaN).
     """
     best = logits.argmax(axis=1)
     numbers = ~np.isnan(logits[np.arange(len(best)), best])

@@ -44,6 +44,7 @@ class Seal:
     sequence: Sequence
     slot: int
     block: int
+    generation: int
     at: int
     tokens: list[int]
 
@@ -127,6 +128,12 @@ class DecodeBatch:
             sequence.tail_tokens.append(sequence.next_token)
         return n
 
+    def undo_begin(self) -> None:
+        """Takes `begin` back: the step's results are thrown away, the next one writes the same bytes again."""
+        self.tail_lengths[: self.active] -= 1
+        for sequence in self.rows[: self.active]:
+            sequence.tail_tokens.pop()
+
     def end(self, choices: Seq[Choice | None]) -> tuple[list[Emission], list[Seal]]:
         """Takes the step's choices in; returns what was emitted and which full tails to seal now.
 
@@ -179,7 +186,7 @@ class DecodeBatch:
         return found
 
     def stale(self, live: np.ndarray, blocks: int) -> list[Sequence]:
-        """Sequences with a page or tail that `live`, the pool's generations (tails behind `blocks`), says is not theirs."""
+        """Sequences with a page or tail no longer theirs by `live`, the pool's generations (tails behind `blocks`)."""
         n = len(self.rows)
         if n == 0:
             return []
@@ -207,7 +214,7 @@ class DecodeBatch:
         self.page_counts[row] = at + 1
         self.tail_lengths[row] = 0
         tokens, sequence.tail_tokens = sequence.tail_tokens, []
-        return Seal(sequence, sequence.tail_slot, block, at, tokens)
+        return Seal(sequence, sequence.tail_slot, block, generation, at, tokens)
 
     def _swap(self, a: int, b: int) -> None:
         if a == b:

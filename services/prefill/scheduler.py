@@ -16,7 +16,7 @@ Key = tuple[str, int]  # request id, attempt
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start … stop` of a prompt: the first `pages` whole pages are sealed, `tail` tokens are left for the tail."""
+    """Tokens `start … stop` of a prompt: its first `pages` whole pages are sealed, `tail` tokens go to the tail."""
 
     start: int
     stop: int
@@ -27,7 +27,7 @@ class Chunk:
 
 
 class Prompt:
-    """One prompt being computed. `table` and `generations` cover its whole pages; `computed` tokens are done."""
+    """A prompt being computed. `table` and `generations` cover at least its whole pages; `computed` tokens are done."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Prompt:
     ) -> None:
         if cached_tokens % block_size or not 0 <= cached_tokens < len(tokens):
             raise ValueError(f"{cached_tokens} cached of {len(tokens)} tokens is not a whole number of pages below all")
-        if len(table) != len(tokens) // block_size or len(table) != len(generations):
+        if len(table) < len(tokens) // block_size or len(table) != len(generations):
             raise ValueError(f"{len(tokens)} tokens need {len(tokens) // block_size} pages, not {len(table)}")
         self.key = key
         self.tokens = tokens
@@ -54,7 +54,7 @@ class Prompt:
         self.block_size = block_size
 
     def next_chunk(self, max_tokens: int) -> Chunk:
-        """The next at most `max_tokens` (a multiple of the block size) tokens; only the last chunk may end off a page."""
+        """The next at most `max_tokens` (whole pages) tokens; only the last chunk may end inside a page."""
         start = self.computed
         stop = min(len(self.tokens), start + max_tokens)
         pages, tail = divmod(stop - start, self.block_size)

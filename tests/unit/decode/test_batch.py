@@ -81,6 +81,8 @@ class BatchMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
+        self.batch.begin()
+        self.batch.undo_begin()
         n = self.batch.begin()
         stepped = self.batch.rows[:n]
         for row in range(n):
@@ -158,7 +160,7 @@ def test_a_sequence_without_a_page_pauses_and_the_others_go_on() -> None:
     assert batch.begin() == 1
     batch.end([Choice(5)])
     seal = batch.grant(poor, [(101, 2)])
-    assert seal is not None and (seal.block, seal.at, seal.tokens) == (101, 0, [0, 1, 2, 3])
+    assert seal is not None and (seal.block, seal.generation, seal.at, seal.tokens) == (101, 2, 0, [0, 1, 2, 3])
     assert batch.active == 2 and batch.tail_lengths[poor.row] == 0
 
 

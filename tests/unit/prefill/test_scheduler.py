@@ -43,7 +43,7 @@ def test_refuses_what_is_not_whole_pages(length: int, cached: int) -> None:
 
 def test_refuses_a_table_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match="pages"):
-        Prompt(("r", 0), np.arange(40), np.arange(3), np.arange(3), 0, 0, 0, BLOCK)
+        Prompt(("r", 0), np.arange(40), np.arange(1), np.arange(1), 0, 0, 0, BLOCK)
 
 
 def test_prompts_take_turns_and_a_new_one_waits_one_chunk_each() -> None:

@@ -1,0 +1,248 @@
+"""One step of the continuous batch after the other, on the compute thread. Waits for nothing but commands."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.attention import Batch
+from services.decode.batch import DecodeBatch, Emission, Key, Seal, Sequence
+from shared.errors import KvrelayError, Stale
+from shared.handles import Layout
+from shared.messages import Sampling
+from shared.models.kv_step import KVStep
+from shared.models.runtime import Memory
+from shared.models.transformer import Transformer
+from shared.sampling import Sampler, choose_tokens
+
+RING = 4096
+
+
+class StepRecord(NamedTuple):
+    """What one step cost. `at` is the wall clock of its start; seconds."""
+
+    at: float
+    seconds: float
+    forward_s: float
+    batch: int
+    context: int
+
+
+@dataclass(slots=True)
+class Report:
+    """What happened since the last report. The engine no longer touches the pages of finished and `gone` sequences."""
+
+    emissions: list[Emission] = field(default_factory=list)
+    seals: list[Seal] = field(default_factory=list)
+    hungry: list[Key] = field(default_factory=list)
+    gone: list[tuple[Key, KvrelayError | None]] = field(default_factory=list)
+
+
+class _Views(NamedTuple):
+    """Tensors over the first n rows of the batch's arrays; made once per n."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    rows: list[int]
+    step: KVStep
+
+
+class DecodeEngine:
+    """Call everything on the compute thread. `report` receives a `Report`; `safe` says whether all leases hold."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        report: Callable[[Report], None],
+        safe: Callable[[], bool],
+    ) -> None:
+        self._model = model
+        self._report = report
+        self._safe = safe
+        self._sequences: dict[Key, Sequence] = {}
+        self.batch = DecodeBatch(max_num_seqs, max_model_len // block_size + 1, block_size)
+        self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32)
+        self._append_positions = np.zeros(max_num_seqs, np.int32)
+        self._views: dict[int, _Views] = {}
+        self._memory: Memory | None = None
+        self.records: deque[StepRecord] = deque(maxlen=RING)
+        self.steps = 0
+        self.tokens = 0
+        self.busy_s = 0.0
+
+    def map(self, memory: Memory) -> None:
+        """Works on `memory` from now on; sequences of the memory before are stale."""
+        self._memory = memory
+        self._views.clear()
+        if self._sequences:
+            self._report(Report(gone=self._forget(self.batch.rows[:], Stale("the pool has been created anew"))))
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a sequence in; it is part of the next step."""
+        self._sequences[sequence.key] = sequence
+        self.batch.add(sequence)
+        self._report_hungry()
+
+    def grant(self, key: Key, pages: Seq[tuple[int, int]]) -> None:
+        """Pages (index, generation) for a sequence; nothing happens if it has gone meanwhile."""
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return
+        seal = self.batch.grant(sequence, pages)
+        if seal is not None:
+            self._report(Report(seals=self._seal([seal])))
+        self._report_hungry()
+
+    def drop(self, key: Key) -> None:
+        """Takes a sequence out; always answered with `gone`, even if it was finished or never known."""
+        sequence = self._sequences.get(key)
+        if sequence is not None:
+            self._forget([sequence], None)
+        self._report(Report(gone=[(key, None)]))
+
+    def step(self) -> bool:
+        """One step of all active sequences. False if there is nothing to do until the next command."""
+        batch = self.batch
+        if not batch.active or not self._safe():
+            return False
+        if self._drop_stale():
+            return batch.active > 0
+        started = time.perf_counter()
+        count = batch.begin()
+        logits = self._forward(count)
+        computed = time.perf_counter()
+        if self._drop_stale(begun=True):
+            return batch.active > 0
+        context = int(batch.positions[:count].sum())
+        samplers = [sequence.sampler for sequence in batch.rows[:count]]
+        emissions, seals = batch.end(choose_tokens(logits.numpy(), samplers))
+        if seals:
+            seals = self._seal(seals)
+        for emission in emissions:
+            if emission.sequence.row < 0:
+                del self._sequences[emission.sequence.key]
+        self._report(Report(emissions, seals, [sequence.key for sequence in batch.hungry()]))
+        ended = time.perf_counter()
+        self.steps += 1
+        self.tokens += count
+        self.busy_s += ended - started
+        self.records.append(StepRecord(time.time(), ended - started, computed - started, count, context))
+        return batch.active > 0
+
+    def warm_up(self, layout: Layout, vocab_size: int) -> None:
+        """Runs a sequence across a page border in private memory, so that kernels are built and weights in memory."""
+        size = layout.block_size
+        self.map(Memory.private(layout, 2, 1))
+        tokens = np.arange(size, dtype=np.int64) % vocab_size
+        sampler = Sampler(
+            Sampling(temperature=0.0, ignore_eos=True),
+            request_id="warm-up",
+            tokens=tokens,
+            prompt_tokens=size - 1,
+            eos_token_ids=(),
+            vocab_size=vocab_size,
+            max_tokens=4,
+            max_model_len=2 * size,
+        )
+        nothing = np.zeros(0, np.int32)
+        sequence = Sequence(("warm-up", 0), sampler, 0, 0, nothing, nothing, tokens[:-1].tolist(), int(tokens[-1]))
+        self.batch.add(sequence)
+        self.batch.grant(sequence, [(0, 0)])
+        while self.batch.active:
+            logits = self._forward(self.batch.begin())
+            _, seals = self.batch.end(choose_tokens(logits.numpy(), [sampler]))
+            self._seal(seals)
+
+    def _forward(self, count: int) -> torch.Tensor:
+        """Logits float32 [count, vocab] of the active rows, whose tail lengths already count the new token."""
+        batch = self.batch
+        views = self._views.get(count) or self._make_views(count)
+        np.subtract(batch.tail_lengths[:count], 1, out=self._append_positions[:count])
+        longest = batch.max_pages()
+        if longest != views.step.batch.max_pages:
+            views.step.batch = self._attention_batch(count, longest)
+        return self._model.forward(views.tokens, views.positions, views.step, views.rows)
+
+    def _make_views(self, count: int) -> _Views:
+        assert self._memory is not None, "map() comes first"
+        batch = self.batch
+        step = KVStep(
+            pages=self._memory.pages,
+            tails=self._memory.tails,
+            layout=self._memory.layout,
+            batch=self._attention_batch(count, batch.max_pages()),
+            append_slots=torch.from_numpy(batch.tail_slots[:count]),
+            append_positions=torch.from_numpy(self._append_positions[:count]),
+        )
+        tokens, positions = torch.from_numpy(batch.tokens[:count]), torch.from_numpy(batch.positions[:count])
+        views = self._views[count] = _Views(tokens, positions, list(range(count)), step)
+        return views
+
+    def _attention_batch(self, count: int, max_pages: int) -> Batch:
+        batch = self.batch
+        return Batch(
+            tables=torch.from_numpy(batch.tables[:count]),
+            page_counts=torch.from_numpy(batch.page_counts[:count]),
+            tail_slots=torch.from_numpy(batch.tail_slots[:count]),
+            tail_lengths=torch.from_numpy(batch.tail_lengths[:count]),
+            query_starts=self._query_starts[: count + 1],
+            max_pages=max_pages,
+            max_query=1,
+        )
+
+    def _seal(self, seals: list[Seal]) -> list[Seal]:
+        """Turns full tails into pages; returns what may be committed: page and tail were ours before and after."""
+        memory = self._memory
+        assert memory is not None, "map() comes first"
+        seals = [seal for seal in seals if self._owns(seal)]
+        if seals:
+            slots = torch.tensor([seal.slot for seal in seals], dtype=torch.int32)
+            blocks = torch.tensor([seal.block for seal in seals], dtype=torch.int32)
+            self._model.ops.seal_tails(memory.pages, memory.tails, memory.layout, slots, blocks)
+        return [seal for seal in seals if self._owns(seal)]
+
+    def _owns(self, seal: Seal) -> bool:
+        pool = self._memory.pool if self._memory is not None else None
+        if pool is None:
+            return True
+        live = pool.generations
+        owned = live[seal.block] == seal.generation and live[pool.blocks + seal.slot] == seal.sequence.tail_generation
+        return bool(owned) and pool.live_epoch() == pool.epoch
+
+    def _drop_stale(self, begun: bool = False) -> bool:
+        """Drops sequences whose pages or tails are no longer theirs. True: the others have to do this step again.
+
+        After the forward pass (`begun`) the step is taken back for all; doing it again writes the same bytes.
+        """
+        pool = self._memory.pool if self._memory is not None else None
+        if pool is None:
+            return False
+        renewed = pool.live_epoch() != pool.epoch
+        stale = self.batch.rows[:] if renewed else self.batch.stale(pool.generations, pool.blocks)
+        if not stale:
+            return False
+        if begun:
+            self.batch.undo_begin()
+        self._report(Report(gone=self._forget(stale, Stale("a page of this sequence has a new tenant; recompute"))))
+        return True
+
+    def _forget(self, sequences: Seq[Sequence], error: KvrelayError | None) -> list[tuple[Key, KvrelayError | None]]:
+        for sequence in sequences:
+            self.batch.remove(sequence)
+            del self._sequences[sequence.key]
+        return [(sequence.key, error) for sequence in sequences]
+
+    def _report_hungry(self) -> None:
+        hungry = self.batch.hungry()
+        if hungry:
+            self._report(Report(hungry=[sequence.key for sequence in hungry]))

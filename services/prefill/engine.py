@@ -1,0 +1,155 @@
+"""Computes prompts chunk by chunk on the compute thread. Knows pages and tensors; nothing of requests or NATS."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.attention import Batch
+from services.prefill.scheduler import Chunk, Key, Prompt, RoundRobin
+from shared.errors import Internal, KvrelayError, Stale
+from shared.handles import Layout, TailHandle
+from shared.models.kv_step import KVStep
+from shared.models.runtime import Memory
+from shared.models.transformer import Transformer
+from shared.sampling import Choice, Sampler, choose_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One chunk is in the pages. `first` is the sampled token if it was the last chunk."""
+
+    key: Key
+    chunk: Chunk
+    seconds: float
+    first: Choice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The engine no longer touches the prompt's pages: it was dropped, or `error` stopped it."""
+
+    key: Key
+    error: KvrelayError | None = None
+
+
+class PrefillEngine:
+    """Call everything on the compute thread. `report` receives `Computed` and `Gone`; `safe` says if leases hold."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        max_num_batched_tokens: int,
+        report: Callable[[Computed | Gone], None],
+        safe: Callable[[], bool],
+    ) -> None:
+        self._model = model
+        self._max_tokens = max_num_batched_tokens
+        self._report = report
+        self._safe = safe
+        self._turns = RoundRobin()
+        self._samplers: dict[Key, Sampler] = {}
+        self._memory: Memory | None = None
+
+    def map(self, memory: Memory) -> None:
+        """Works on `memory` from now on; prompts of the memory before are stale."""
+        for prompt in self._turns.all():
+            self._stop(prompt.key, Stale("the pool has been created anew; recompute"))
+        self._memory = memory
+
+    def add(self, prompt: Prompt, sampler: Sampler) -> None:
+        """Starts on a prompt when its turn comes."""
+        self._samplers[prompt.key] = sampler
+        self._turns.add(prompt)
+
+    def drop(self, key: Key) -> None:
+        """Stops; always answered with `Gone`, even if the prompt was finished or never known."""
+        self._stop(key, None)
+
+    def step(self) -> bool:
+        """Computes the next chunk. False if there is nothing to do until the next command."""
+        if not self._safe():
+            return False
+        prompt = self._turns.next()
+        if prompt is None:
+            return False
+        chunk = prompt.next_chunk(self._chunk_tokens(prompt))
+        started = time.perf_counter()
+        try:
+            self._check(prompt)
+            logits = self._forward(prompt, chunk)
+            self._check(prompt)
+        except Stale as error:
+            self._stop(prompt.key, error)
+            return len(self._turns) > 0
+        prompt.advance(chunk)
+        first = None
+        if chunk.last:
+            first = choose_tokens(logits.numpy(), [self._samplers[prompt.key]])[0]
+            if first is None:
+                self._stop(prompt.key, Internal("the model's output is not a number; see the log of the worker"))
+                return len(self._turns) > 0
+            self._turns.remove(prompt.key)
+            del self._samplers[prompt.key]
+        self._report(Computed(prompt.key, chunk, time.perf_counter() - started, first))
+        return len(self._turns) > 0
+
+    def warm_up(self, layout: Layout, vocab_size: int) -> None:
+        """Runs one prompt through private memory, so that kernels are built and weights are in memory."""
+        size = layout.block_size
+        self.map(Memory.private(layout, 2, 1))
+        tokens = np.arange(2 * size + 1, dtype=np.int64) % vocab_size
+        table = np.arange(2, dtype=np.int32)
+        prompt = Prompt(("warm-up", 0), tokens, table, table.astype(np.uint32), 0, 0, 0, size)
+        while True:
+            chunk = prompt.next_chunk(size)
+            self._forward(prompt, chunk)
+            prompt.advance(chunk)
+            if chunk.last:
+                return
+
+    def _chunk_tokens(self, prompt: Prompt) -> int:
+        return max(prompt.block_size, self._max_tokens - self._max_tokens % prompt.block_size)
+
+    def _stop(self, key: Key, error: KvrelayError | None) -> None:
+        self._turns.remove(key)
+        self._samplers.pop(key, None)
+        self._report(Gone(key, error))
+
+    def _check(self, prompt: Prompt) -> None:
+        assert self._memory is not None, "map() comes first"
+        if self._memory.pool is not None:
+            tail = TailHandle(slot=prompt.tail_slot, generation=prompt.tail_generation)
+            self._memory.pool.check(prompt.table, prompt.generations, tail)
+
+    def _forward(self, prompt: Prompt, chunk: Chunk) -> torch.Tensor:
+        """Logits float32 [1, vocab] of the prompt's last token, or [0, vocab] before its last chunk."""
+        memory, count = self._memory, chunk.stop - chunk.start
+        assert memory is not None, "map() comes first"
+        pages = chunk.first_page + chunk.pages
+        table = torch.from_numpy(prompt.table[:pages])
+        batch = Batch(
+            tables=table.unsqueeze(0),
+            page_counts=torch.tensor([pages], dtype=torch.int32),
+            tail_slots=torch.tensor([prompt.tail_slot], dtype=torch.int32),
+            tail_lengths=torch.tensor([chunk.tail], dtype=torch.int32),
+            query_starts=torch.tensor([0, count], dtype=torch.int32),
+            max_pages=pages,
+            max_query=count,
+        )
+        step = KVStep(
+            pages=memory.pages,
+            tails=memory.tails,
+            layout=memory.layout,
+            batch=batch,
+            append_slots=torch.full((chunk.tail,), prompt.tail_slot, dtype=torch.int32),
+            append_positions=torch.arange(chunk.tail, dtype=torch.int32),
+            seal_blocks=table[chunk.first_page :],
+        )
+        tokens = torch.from_numpy(prompt.tokens[chunk.start : chunk.stop])
+        positions = torch.arange(chunk.start, chunk.stop)
+        return self._model.forward(tokens, positions, step, [count - 1] if chunk.last else [])

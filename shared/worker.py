@@ -1,0 +1,129 @@
+"""What prefill and decode have in common: a model on a compute thread, a pool, leases, and a ledger to keep right."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from typing import ClassVar, Protocol
+
+from shared import errors
+from shared.actor import Actor
+from shared.call import Call
+from shared.compute_environment import usable_cores
+from shared.compute_thread import ComputeThread
+from shared.handles import Layout
+from shared.lease_keeper import LeaseKeeper
+from shared.ledger_client import LedgerClient
+from shared.messages import PoolCreated, PoolDescription, Preempt, TokenBatch
+from shared.models.files import ModelFiles, prepare
+from shared.models.runtime import Memory, load
+from shared.models.transformer import Transformer
+from shared.pool import Pool
+from shared.pool.layout import layout_for
+from shared.pool_client import PoolClient
+from shared.route import handles, listens
+from shared.settings import WorkerSettings
+from shared.token_items import Preempted
+
+
+class Engine(Protocol):
+    """What runs on the compute thread."""
+
+    def step(self) -> bool: ...
+
+    def map(self, memory: Memory) -> None: ...
+
+    def warm_up(self, layout: Layout, vocab_size: int) -> None: ...
+
+
+class Worker(Actor):
+    """Ready once the model is loaded, its kernels have run once and the pool is attached."""
+
+    settings: WorkerSettings
+    pool_setting: ClassVar[str]
+    engine: Engine
+
+    @abstractmethod
+    def make_engine(self, model: Transformer) -> Engine:
+        """Called on the compute thread."""
+
+    @abstractmethod
+    def end_leases(self, leases: list[int], error: errors.KvrelayError) -> None:
+        """Stop what runs under these leases; the pages are not ours any more, or must not be soon."""
+
+    def on_grant(self, lease: int, pages: list[tuple[int, int]]) -> None:
+        """Pages that were asked for with `ledger.extend`, as (index, generation)."""
+
+    async def setup(self) -> None:
+        settings = self.settings
+        self.threads = settings.threads or usable_cores()
+        self.keeper = LeaseKeeper(self.bus, self.instance, self._on_lost, self._on_renewed, self.clock.monotonic)
+        self.ledger = LedgerClient(
+            self.bus,
+            self.instance,
+            on_grant=lambda lease, table: self.on_grant(lease, [(h.index, h.generation) for h in table.handles()]),
+            on_victim=lambda lease: self.end_leases([lease], Preempted("older sequences need the pages")),
+            on_lost=self._on_lost,
+        )
+        self.files: ModelFiles = await asyncio.to_thread(prepare, settings.model, settings.dtype)
+        self.layout = layout_for(self.files, settings)
+        self.compute = ComputeThread(f"{self.name}-compute", lambda: self.engine.step(), self._on_crash)
+        self.compute.start(asyncio.get_running_loop())
+        self.engine = await self.compute.call(self._load)
+        self.pool = PoolClient(
+            self.bus, self.instance, getattr(settings, self.pool_setting), self.layout, self._on_mapped, self.clock
+        )
+        await self.pool.attach()
+        self.supervise("leases", self.keeper.run)
+        self.supervise("ledger", self.ledger.run)
+        self.supervise("pool", self.pool.run)
+
+    async def teardown(self) -> None:
+        if hasattr(self, "compute"):
+            await self.compute.stop()
+        if hasattr(self, "pool"):
+            self.pool.close()
+
+    def unready(self) -> str:
+        return "" if self.pool.description is not None else "waiting for the block manager"
+
+    @handles("preempt", Preempt, to="instance")
+    def preempt(self, message: Preempt, call: Call) -> None:
+        """Older sequences need the pages of this lease."""
+        self.end_leases([message.lease], Preempted("older sequences need the pages"))
+
+    @listens("event.pool.created", PoolCreated)
+    def pool_created(self, message: PoolCreated, call: Call) -> None:
+        """Attaches to the new incarnation."""
+        self.pool.created(message)
+
+    async def publish_tokens(self, gateway: str, batch: TokenBatch) -> None:
+        """A lost batch shows as a gap, or as silence, to the gateway, which then starts the next attempt."""
+        try:
+            await self.bus.publish(f"gateway.tokens.{gateway}", batch)
+        except errors.KvrelayError as error:
+            self.log.warning("token items were lost", gateway=gateway, items=len(batch.items), error=error.text)
+
+    def _load(self) -> Engine:
+        model = load(self.files, self.files.dtype, self.settings.kernels, self.threads)
+        engine = self.make_engine(model)
+        engine.warm_up(self.layout, self.files.config.vocab_size)
+        return engine
+
+    async def _on_mapped(self, pool: Pool, description: PoolDescription) -> None:
+        await self.compute.call(self.engine.map, Memory.of(pool, description.layout))
+
+    def _on_lost(self, leases: list[int]) -> None:
+        self.end_leases(leases, errors.Stale("the lease ran out; recompute"))
+
+    def _on_renewed(self) -> None:
+        self.compute.submit(_nothing)  # wakes an engine that stood still because its leases were not surely valid
+
+    def _on_crash(self, error: BaseException) -> None:
+        self.log.error("the compute thread failed", exc_info=error)
+        self.failure = error
+        self.failed.set()
+
+
+def _nothing() -> None:
+    pass

@@ -26,7 +26,7 @@ import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -103,7 +103,6 @@ class Bus:
         """
         await self._send(self.subject(subject), wire.encode(message), dict(headers or ()))
 
-    @overload
     async def request(
         self,
         subject: str,
@@ -113,31 +112,8 @@ class Bus:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
         watched: bool = False,
-    ) -> M: ...
-
-    @overload
-    async def request(
-        self,
-        subject: str,
-        message: BaseModel,
-        reply_type: None = None,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-        watched: bool = False,
-    ) -> None: ...
-
-    async def request(
-        self,
-        subject: str,
-        message: BaseModel,
-        reply_type: type[M] | None = None,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-        watched: bool = False,
-    ) -> M | None:
-        """One message, one answer. `reply_type` None: the answer's body does not matter.
+    ) -> M:
+        """One message, one answer; a handler that returns None answers `Empty`.
 
         `watched` is for long work: if this caller is cancelled or dies, the serving side notices and stops, and if the
         serving side dies, this caller gets Unavailable within `IDLE_TIMEOUT_S`. Errors: see the module.
@@ -147,7 +123,7 @@ class Bus:
                 body = await anext(bodies, b"")
         else:
             body = await self._ask(subject, message, timeout_s, headers)
-        return wire.decode(body, reply_type) if reply_type is not None else None
+        return wire.decode(body, reply_type)
 
     async def stream(
         self,

@@ -12,7 +12,8 @@ from opentelemetry import trace
 from pydantic import BaseModel
 
 from shared import headers, wire
-from shared.bus import Bus, Watch
+from shared.bus import Bus
+from shared.bus_inbox import Watch
 from shared.errors import KvrelayError
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 U32 = np.dtype("<u4")
 
@@ -43,10 +43,10 @@ def unpack_u32(packed: bytes) -> np.ndarray:
     return np.frombuffer(packed, dtype=U32)
 
 
-def _whole_u32(value: object) -> object:
-    if isinstance(value, (bytes, bytearray)) and len(value) % 4:
+def _whole_u32(packed: bytes) -> bytes:
+    if len(packed) % 4:
         raise ValueError("a packed u32 array needs a length that is a multiple of 4")
-    return value
+    return packed
 
 
 def as_tuple(value: object) -> object:
@@ -54,7 +54,7 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-PackedU32 = Annotated[bytes, BeforeValidator(_whole_u32)]
+PackedU32 = Annotated[bytes, AfterValidator(_whole_u32)]
 
 
 class BlockTable(BaseModel):

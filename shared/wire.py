@@ -65,6 +65,7 @@ def unpack(body: bytes) -> dict[str, Any]:
         if body[:1] == b"{":
             value = json.loads(body, object_pairs_hook=guard.pairs)
         else:
+            _walk(body)
             value = msgpack.unpackb(
                 body,
                 object_pairs_hook=guard.pairs,
@@ -79,6 +80,13 @@ def unpack(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest("the body must be a map of fields")
     return value
+
+
+def _walk(body: bytes) -> None:
+    """Goes through `body` without building anything, so that lists which only claim to be long cost nothing."""
+    walker = msgpack.Unpacker(max_buffer_size=MAX_MESSAGE_BYTES)
+    walker.feed(body)
+    walker.skip()
 
 
 def _reason(error: Exception) -> str:

@@ -67,5 +67,7 @@ class Raw(Format):
         import torch
 
         top = torch.finfo(self.dtype).max
-        codes = x.clamp(-top, top).to(self.dtype).contiguous().view(x.shape[0], -1).view(torch.uint8)
+        if torch.finfo(x.dtype).max > top:
+            x = x.clamp(-top, top)
+        codes = x.to(self.dtype).contiguous().view(x.shape[0], -1).view(torch.uint8)
         return codes, codes.new_empty((x.shape[0], 0))

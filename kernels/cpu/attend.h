@@ -1,0 +1,69 @@
+/* Attention over pages, shared types. K and V sides are independent, so that any pair of formats composes.
+ *
+ * A "tile" is up to KV_ROWS query rows that share a KV head: each loaded K or V vector serves all rows of the tile.
+ */
+#ifndef KV_ATTEND_H
+#define KV_ATTEND_H
+
+#include <stdint.h>
+
+#define KV_ROWS 4      /* query rows of a tile */
+#define KV_MAX_DIM 256 /* head_dim; also the row stride of q and of accumulators */
+
+/* How elements are stored; the order is known to kernels/cpu/geometry.py. */
+enum kv_kind { KV_FP32, KV_BF16, KV_FP16, KV_E4M3, KV_E5M2, KV_I8, KV_I4, KV_KINDS };
+enum kv_scaling { KV_NONE, KV_PER_TOKEN, KV_PER_CHANNEL, KV_PER_TENSOR };
+
+/* One side of one layer of a page. */
+typedef struct {
+    int32_t kind, scaling;
+    int64_t codes, scales;           /* byte offsets in the page */
+    int64_t head_codes, head_scales; /* bytes of one KV head */
+} kv_side;
+
+typedef struct {
+    kv_side k, v;
+    int64_t page_bytes, tail_bytes;
+    int64_t tail_k, tail_v; /* byte offsets in the tail */
+    int32_t tail_kind, block_size, kv_heads, head_dim;
+} kv_layer;
+
+/* One KV head of one side of one page. */
+typedef struct {
+    const uint8_t *codes, *scales;
+} kv_segment;
+
+/* Bytes of `count` elements. */
+static inline int64_t kv_width(int32_t kind, int64_t count) {
+    return kind == KV_FP32 ? count * 4 : kind <= KV_FP16 ? count * 2 : kind == KV_I4 ? count / 2 : count;
+}
+
+/* Scores of `pages` whole pages: scores[row * stride + page * block_size + token] = q[row] . K[token].
+ * q: [rows][KV_MAX_DIM], rows <= KV_ROWS. While page i is read, page i of `ahead` (segments of the same or of the other
+ * side) is prefetched. tensor_scale multiplies the scores of per-tensor formats. */
+void kv_scores(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead,
+               const float *q, float tensor_scale, float *scores, int64_t stride);
+
+/* Scores of `tokens` rows of a tail, K [token][head_dim]. */
+void kv_tail_scores(const kv_layer *layer, int rows, int64_t tokens, const uint8_t *k, const float *q, float *scores,
+                    int64_t stride);
+
+/* o[row] += sum over tokens of p[row * stride + token] * V[token]; o: [rows][KV_MAX_DIM]. p is overwritten. */
+void kv_values(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead, float *p,
+               int64_t stride, float tensor_scale, float *o);
+
+/* The same over `tokens` rows of a tail, V [token][head_dim]. */
+void kv_tail_values(const kv_layer *layer, int rows, int64_t tokens, const uint8_t *v, float *p, int64_t stride,
+                    float *o);
+
+/* Sixteen elements of an 8-bit or wider kind; E4M3 comes divided by 256 (kv_unit). */
+#define KV_LOAD16(kind, base, element)                                    \
+    ((kind) == KV_FP32   ? v_load((const float *)(base) + (element))          \
+     : (kind) == KV_BF16 ? v_load_bf16((const uint16_t *)(base) + (element))  \
+     : (kind) == KV_FP16 ? v_load_fp16((const uint16_t *)(base) + (element))  \
+     : (kind) == KV_E4M3 ? v_load_e4m3_256th((base) + (element))              \
+     : (kind) == KV_E5M2 ? v_load_e5m2((base) + (element))                    \
+                         : v_load_i8((base) + (element)))
+static inline float kv_unit(int32_t kind) { return kind == KV_E4M3 ? 256.0f : 1.0f; }
+
+#endif

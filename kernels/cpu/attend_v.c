@@ -1,0 +1,135 @@
+/* The V side: probabilities times values, whole pages and tails (V token-major in both). */
+#include "attend.h"
+#include "lanes.h"
+
+/* Vectors of channels a tile keeps in registers for every row; AVX2 has registers for one. */
+#ifdef __AVX512F__
+#define WIDE 4
+#else
+#define WIDE 1
+#endif
+
+/* Channels first .. first + 16 * vectors of all pages; p already carries the scales. */
+INLINE void tile(const int kind, const int rows, const int vectors, int dim, int tokens, int64_t pages,
+                 const kv_segment *page, const kv_segment *ahead, int first, const float *p, int64_t stride, float *o) {
+    const int width = kind == KV_FP32 ? 4 : kind <= KV_FP16 ? 2 : 1;
+    v16 sum[KV_ROWS][WIDE];
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < vectors; j++) sum[r][j] = v_load(o + r * KV_MAX_DIM + first + 16 * j);
+    for (int64_t i = 0; i < pages; i++) {
+        for (int t = 0; t < tokens; t++) {
+            v16 v[WIDE];
+            for (int j = 0; j < vectors; j++) v[j] = KV_LOAD16(kind, page[i].codes, t * dim + first + 16 * j);
+            for (int r = 0; r < rows; r++) {
+                v16 weight = v_set(p[r * stride + i * tokens + t]);
+                for (int j = 0; j < vectors; j++) sum[r][j] = v_fma(weight, v[j], sum[r][j]);
+            }
+            if (ahead)
+                for (int at = 0; at < vectors * 16 * width; at += 64)
+                    PREFETCH(ahead[i].codes + (t * dim + first) * width + at);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < vectors; j++) v_store(o + r * KV_MAX_DIM + first + 16 * j, sum[r][j]);
+}
+
+/* int4: `pairs` vectors of low-half channels from `first` and as many of the high half, each half within one group. */
+INLINE void tile4(const int rows, const int pairs, int dim, int tokens, int64_t pages, const kv_segment *page,
+                  const kv_segment *ahead, int first, const float *p, int64_t stride, float *o) {
+    const int half = dim / 2, groups = 2 * ((half + 31) / 32), low_group = first / 32, high_group = groups / 2 + low_group;
+    v16 low[KV_ROWS][2], high[KV_ROWS][2], low_zero[KV_ROWS], high_zero[KV_ROWS];
+    for (int r = 0; r < rows; r++) {
+        low_zero[r] = high_zero[r] = v_set(0.0f);
+        for (int j = 0; j < pairs; j++) low[r][j] = high[r][j] = v_set(0.0f);
+    }
+    for (int64_t i = 0; i < pages; i++) {
+        const uint8_t *scale = page[i].scales, *zero = scale + groups * tokens;
+        float low_p[KV_ROWS][32], high_p[KV_ROWS][32];
+        for (int t = 0; t < tokens; t += 16) {
+            v16 ls = v_load_e5m3(scale + low_group * tokens + t), lz = v_load_i8(zero + low_group * tokens + t);
+            v16 hs = v_load_e5m3(scale + high_group * tokens + t), hz = v_load_i8(zero + high_group * tokens + t);
+            for (int r = 0; r < rows; r++) {
+                v16 weight = v_load(p + r * stride + i * tokens + t), l = v_mul(weight, ls), h = v_mul(weight, hs);
+                low_zero[r] = v_fma(l, lz, low_zero[r]);
+                high_zero[r] = v_fma(h, hz, high_zero[r]);
+                v_store(low_p[r] + t, l);
+                v_store(high_p[r] + t, h);
+            }
+        }
+        for (int t = 0; t < tokens; t++) {
+            v16 a[2], b[2];
+            for (int j = 0; j < pairs; j++) v_load_nibbles(page[i].codes + t * half + first + 16 * j, &a[j], &b[j]);
+            for (int r = 0; r < rows; r++) {
+                v16 l = v_set(low_p[r][t]), h = v_set(high_p[r][t]);
+                for (int j = 0; j < pairs; j++) {
+                    low[r][j] = v_fma(l, a[j], low[r][j]);
+                    high[r][j] = v_fma(h, b[j], high[r][j]);
+                }
+            }
+            if (t % 2 == 0) PREFETCH(ahead[i].codes + t * half + first);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        v16 l = v_set(v_sum(low_zero[r])), h = v_set(v_sum(high_zero[r]));
+        for (int j = 0; j < pairs; j++) {
+            float lanes[2][16];
+            int at = first + 16 * j, valid = half - at < 16 ? half - at : 16;
+            v_store(lanes[0], v_sub(low[r][j], l));
+            v_store(lanes[1], v_sub(high[r][j], h));
+            float *to = o + r * KV_MAX_DIM + at;
+            for (int c = 0; c < valid; c++) to[c] += lanes[0][c], to[half + c] += lanes[1][c];
+        }
+    }
+}
+
+INLINE void values(const int kind, const int rows, int dim, int tokens, int64_t pages, const kv_segment *page,
+                   const kv_segment *ahead, const float *p, int64_t stride, float *o) {
+    int c = 0;
+    if (kind == KV_I4) {
+        for (; c + 32 <= dim / 2; c += 32) tile4(rows, 2, dim, tokens, pages, page, ahead, c, p, stride, o);
+        for (; c < dim / 2; c += 16) tile4(rows, 1, dim, tokens, pages, page, ahead, c, p, stride, o);
+    } else {
+        for (; c + 16 * WIDE <= dim; c += 16 * WIDE)
+            tile(kind, rows, WIDE, dim, tokens, pages, page, ahead, c, p, stride, o);
+        for (; c < dim; c += 16) tile(kind, rows, 1, dim, tokens, pages, page, ahead, c, p, stride, o);
+    }
+}
+
+typedef void (*values_fn)(int, int, int64_t, const kv_segment *, const kv_segment *, const float *, int64_t, float *);
+
+#define VALUES(kind, rows)                                                                                            \
+    static void values_##kind##_##rows(int d, int t, int64_t n, const kv_segment *g, const kv_segment *a,             \
+                                       const float *p, int64_t s, float *o) {                                         \
+        values(kind, rows, d, t, n, g, a, p, s, o);                                                                   \
+    }
+#define KIND(kind) VALUES(kind, 1) VALUES(kind, 2) VALUES(kind, 3) VALUES(kind, 4)
+KIND(KV_FP32) KIND(KV_BF16) KIND(KV_FP16) KIND(KV_E4M3) KIND(KV_E5M2) KIND(KV_I8) KIND(KV_I4)
+#define ENTRY(kind) [kind] = {values_##kind##_1, values_##kind##_2, values_##kind##_3, values_##kind##_4}
+static const values_fn table[KV_KINDS][KV_ROWS] = {ENTRY(KV_FP32), ENTRY(KV_BF16), ENTRY(KV_FP16), ENTRY(KV_E4M3),
+                                                   ENTRY(KV_E5M2), ENTRY(KV_I8),   ENTRY(KV_I4)};
+
+void kv_values(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead, float *p,
+               int64_t stride, float tensor_scale, float *o) {
+    const int kind = layer->v.kind, tokens = layer->block_size, scaling = layer->v.scaling;
+    float unit = kv_unit(kind) * (scaling == KV_PER_TENSOR ? tensor_scale : 1.0f);
+    if (scaling == KV_PER_TOKEN && kind != KV_I4) {
+        for (int64_t i = 0; i < pages; i++)
+            for (int t = 0; t < tokens; t += 16) {
+                v16 s = v_mul(v_load_fp16((const uint16_t *)page[i].scales + t), v_set(unit));
+                for (int r = 0; r < rows; r++) {
+                    float *at = p + r * stride + i * tokens + t;
+                    v_store(at, v_mul(v_load(at), s));
+                }
+            }
+    } else if (unit != 1.0f) {
+        for (int r = 0; r < rows; r++)
+            for (int64_t t = 0; t < pages * tokens; t += 16)
+                v_store(p + r * stride + t, v_mul(v_load(p + r * stride + t), v_set(unit)));
+    }
+    table[kind][rows - 1](layer->head_dim, tokens, pages, page, ahead, p, stride, o);
+}
+
+void kv_tail_values(const kv_layer *layer, int rows, int64_t tokens, const uint8_t *v, float *p, int64_t stride, float *o) {
+    kv_segment segment = {v, v};
+    table[layer->tail_kind][rows - 1](layer->head_dim, (int)tokens, 1, &segment, 0, p, stride, o);
+}

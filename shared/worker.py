@@ -42,6 +42,7 @@ class Worker(Actor):
     settings: WorkerSettings
     pool_setting: ClassVar[str]
     engine: Engine
+    _loaded = False
 
     @abstractmethod
     def make_engine(self, model: Transformer) -> Engine:
@@ -67,9 +68,10 @@ class Worker(Actor):
         )
         self.files: ModelFiles = await asyncio.to_thread(prepare, settings.model, settings.dtype)
         self.layout = layout_for(self.files, settings)
-        self.compute = ComputeThread(f"{self.name}-compute", lambda: self.engine.step(), self._on_crash)
+        self.compute = ComputeThread(f"{self.name}-compute", self._step, self._on_crash)
         self.compute.start(asyncio.get_running_loop())
         self.engine = await self.compute.call(self._load)
+        self._loaded = True
         self.pool = PoolClient(
             self.bus, self.instance, getattr(settings, self.pool_setting), self.layout, self._on_mapped, self.clock
         )
@@ -103,6 +105,9 @@ class Worker(Actor):
             await self.bus.publish(f"gateway.tokens.{gateway}", batch)
         except errors.KvrelayError as error:
             self.log.warning("token items were lost", gateway=gateway, items=len(batch.items), error=error.text)
+
+    def _step(self) -> bool:
+        return self._loaded and self.engine.step()
 
     def _load(self) -> Engine:
         model = load(self.files, self.files.dtype, self.settings.kernels, self.threads)

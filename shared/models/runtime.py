@@ -8,13 +8,12 @@ import torch
 
 from kernels import dispatch
 from kernels.dispatch import Ops
-from kernels.layout import PageLayout
-from shared.errors import Misconfigured
+from kernels.layout import PageLayout, page_layout
+from shared.errors import Conflict, Misconfigured
 from shared.handles import Layout
 from shared.models.files import ModelFiles
 from shared.models.transformer import Transformer
 from shared.pool import Pool
-from shared.pool.layout import page_layout_of
 
 
 def load(files: ModelFiles, dtype: str, kernels: str, threads: int) -> Transformer:
@@ -24,6 +23,23 @@ def load(files: ModelFiles, dtype: str, kernels: str, threads: int) -> Transform
     except (ValueError, dispatch.BackendUnavailable) as error:
         raise Misconfigured(str(error)) from error
     return Transformer(files, dtype, ops, threads)
+
+
+def geometry(layout: Layout) -> PageLayout:
+    """Byte offsets for the layout two actors agreed on. Raises Conflict if this version would place bytes elsewhere."""
+    ours = page_layout(
+        layout.k_format,
+        layout.v_format,
+        layout.block_size,
+        layout.layers,
+        layout.kv_heads,
+        layout.head_dim,
+        layout.skip_layers,
+        layout.tail_format,
+    )
+    if (ours.page_bytes, ours.tail_bytes) != (layout.page_bytes, layout.tail_bytes):
+        raise Conflict(f"pages have {layout.page_bytes} bytes there and {ours.page_bytes} here: mixed versions")
+    return ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +56,10 @@ class Memory:
     @classmethod
     def of(cls, pool: Pool, layout: Layout) -> Memory:
         """The tensors share the pool's memory and keep it mapped."""
-        return cls(torch.from_numpy(pool.pages), torch.from_numpy(pool.tails), page_layout_of(layout), pool)
+        return cls(torch.from_numpy(pool.pages), torch.from_numpy(pool.tails), geometry(layout), pool)
 
     @classmethod
     def private(cls, layout: Layout, blocks: int, tails: int) -> Memory:
         """Zeroed memory of this process."""
         pages = torch.zeros(blocks, layout.page_bytes, dtype=torch.uint8)
-        return cls(pages, torch.zeros(tails, layout.tail_bytes, dtype=torch.uint8), page_layout_of(layout))
+        return cls(pages, torch.zeros(tails, layout.tail_bytes, dtype=torch.uint8), geometry(layout))

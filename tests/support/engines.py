@@ -1,0 +1,180 @@
+"""Prefill, decode and block manager in one process over a real NATS server, with the test in the gateway's place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from infra.nats.server import NatsServer
+from services.block_manager.actor import BlockManager
+from services.decode.actor import DecodeActor
+from services.prefill.actor import PrefillActor
+from shared import wire
+from shared.actor import Actor
+from shared.bus import Bus
+from shared.handles import pack_u32
+from shared.messages import Accepted, Empty, Heartbeat, RunPrefill, Sampling, Stats, TokenBatch, TokenItem, Work
+
+GATEWAY = "gateway-test"
+
+
+@dataclass
+class Attempt:
+    """Everything that arrived for one attempt."""
+
+    work: Work
+    items: list[TokenItem] = field(default_factory=list)
+    workers: list[str] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for item in self.items for token in item.tokens]
+
+    @property
+    def last(self) -> TokenItem:
+        return self.items[-1]
+
+    @property
+    def error(self) -> str | None:
+        return self.last.error.kind if self.items and self.last.error is not None else None
+
+
+class TestGateway:
+    """Sends work and collects token items, checking that indices are contiguous."""
+
+    __test__ = False
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.attempts: dict[tuple[str, int], Attempt] = {}
+        self.first_token = asyncio.Event()
+        self._ids = 0
+
+    async def listen(self) -> None:
+        await self.bus.subscribe(f"gateway.tokens.{GATEWAY}", self._receive)
+
+    async def _receive(self, msg: Msg) -> None:
+        batch = wire.decode(msg.data, TokenBatch)
+        for item in batch.items:
+            attempt = self.attempts[item.request_id, item.attempt]
+            assert not attempt.ended.is_set(), f"an item after the end: {item}"
+            before = len(attempt.work.tokens) // 4 - attempt.work.prompt_tokens
+            assert item.index == before + len(attempt.tokens), f"a gap or a repeat: {item}"
+            attempt.items.append(item)
+            attempt.workers.append(batch.worker)
+            self.first_token.set()
+            if item.finish_reason is not None or item.error is not None:
+                attempt.ended.set()
+
+    def work(self, prompt: Iterable[int], max_tokens: int, request_id: str | None = None, **options: Any) -> Work:
+        self._ids += 1
+        tokens = list(prompt)
+        sampling = Sampling(**{"temperature": 0.0, "ignore_eos": True, **options.pop("sampling", {})})
+        values = {
+            "request_id": request_id or f"r{self._ids}", "gateway": GATEWAY, "tokens": pack_u32(tokens),
+            "prompt_tokens": len(tokens), "max_tokens": max_tokens, "sampling": sampling, "eos_token_ids": [2],
+            "arrival_s": float(self._ids), **options,
+        }  # fmt: skip
+        return Work(**values)
+
+    async def send(self, work: Work) -> Attempt:
+        """Places one attempt; raises what the worker says."""
+        attempt = self.attempts.setdefault((work.request_id, work.attempt), Attempt(work))
+        await self.bus.request("prefill.run", RunPrefill(work=work), Accepted, timeout_s=10)
+        return attempt
+
+    async def finish(self, attempt: Attempt, timeout_s: float = 60) -> Attempt:
+        async with asyncio.timeout(timeout_s):
+            await attempt.ended.wait()
+        return attempt
+
+    async def complete(self, work: Work, timeout_s: float = 120) -> list[int]:
+        """All tokens of a request, over as many attempts as it takes, as a gateway would run it."""
+        emitted: list[int] = []
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    attempt = await self.send(work)
+                except Exception as error:
+                    if not getattr(error, "retryable", False):
+                        raise
+                    await asyncio.sleep(0.02)
+                    continue
+                await attempt.ended.wait()
+                emitted += attempt.tokens
+                if attempt.error is None:
+                    return emitted
+                assert attempt.error in ("Preempted", "Stale", "Unavailable"), attempt.last
+                tokens = work.tokens + pack_u32(attempt.tokens)
+                work = work.model_copy(update={"tokens": tokens, "attempt": work.attempt + 1})
+
+
+@dataclass
+class Engines:
+    """The running actors."""
+
+    gateway: TestGateway
+    prefill: PrefillActor
+    decode: DecodeActor
+    manager: BlockManager
+    connect: Any
+    options: dict[str, Any]
+
+    async def stats(self) -> Stats:
+        return await self.gateway.bus.request("block_manager.stats", Empty(), Stats, timeout_s=2)
+
+    async def until_free(self, timeout_s: float = 5) -> Stats:
+        """Waits until nobody holds a page; fails if that does not come."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                stats = await self.stats()
+                if all(pool.active == pool.filling == pool.leases == 0 for pool in stats.pools.values()):
+                    return stats
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def engines(state: Path, **options: Any) -> AsyncIterator[Engines]:
+    """A NATS server, a block manager, one prefill and one decode worker with `options` as settings."""
+    async with AsyncExitStack() as stack:
+        server = NatsServer(state)
+        await server.start()
+        stack.push_async_callback(server.stop)
+
+        async def connect(role: str) -> Bus:
+            password = server.credentials.roles[role].password
+            bus = await Bus.connect(server.url, user=role, password=password, name=role)
+            stack.push_async_callback(bus.close)
+            return bus
+
+        async def start(kind: type[Actor]) -> Any:
+            known = {name: value for name, value in options.items() if name in kind.Settings.model_fields}
+            actor = kind(await connect(kind.name), kind.Settings(state_dir=state, **known))
+            await actor.start()
+            stack.push_async_callback(_drain, actor)
+            return actor
+
+        gateway = TestGateway(await connect("admin"))
+        await gateway.listen()
+        beating = asyncio.create_task(_beat(gateway.bus))
+        stack.callback(beating.cancel)
+        manager = await start(BlockManager)
+        yield Engines(gateway, await start(PrefillActor), await start(DecodeActor), manager, connect, options)
+
+
+async def _drain(actor: Actor) -> None:
+    if not actor.draining:
+        await actor.drain()
+
+
+async def _beat(bus: Bus) -> None:
+    while True:
+        await bus.publish("event.actor.heartbeat", Heartbeat(actor="gateway", instance=GATEWAY, pid=1, ready=True))
+        await asyncio.sleep(1)

@@ -1,0 +1,233 @@
+"""Paged attention in Triton: decode and prompt chunks, all KV formats, split over the pages of a sequence.
+
+A program takes the query rows of one KV head (rows x group, at least 16 for the tensor cores), runs over its share of the
+sequence's pages with an online softmax in base 2, and over the tail if its share is the last. With more than one share the
+partial results are merged by their log-sum-exp. Lengths are read on the device and the grid depends on `max_pages` and
+`max_query` only, so a decode step can be captured in a CUDA graph.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention import Batch, check
+from kernels.layout import PageLayout
+from kernels.triton._formats import RAW_TYPES, TORCH_TYPES, constants, dot_type, side
+from kernels.triton._launch import INTERPRETED, multiprocessors
+from kernels.triton._tiles import scores, weighted
+from kernels.triton.merge import merge_splits
+
+LOG2E = 1.4426950408889634
+TOKENS = 64
+"""Keys of one tile."""
+
+
+@triton.jit
+def _fold(x, m, l, acc):
+    """Online softmax over logits x [M, N] in base 2: new maximum, new sum, rescaled acc, weights."""
+    top = tl.maximum(m, tl.max(x, axis=1))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(x - safe[:, None])
+    shrink = tl.exp2(m - safe)
+    return top, l * shrink + tl.sum(p, axis=1), acc * shrink[:, None], p
+
+
+@triton.jit
+def _logits(raw, scale, softcap, SOFTCAP: tl.constexpr):
+    """Base-2 logits of q.k."""
+    x = raw * scale
+    if SOFTCAP:
+        # tanh(y) = 2 sigmoid(2 y) - 1
+        x = softcap * (2.0 * tl.sigmoid(2.0 * (x / softcap)) - 1.0)
+    return x * 1.4426950408889634
+
+
+@triton.jit
+def attend_kernel(
+    q, out, part, lse, pages, tails, tables, counts, tail_slots, tail_lengths, query_starts, page_lse, scales,
+    q_row, q_head, out_row, out_head, table_row, table_head, count_row, count_head, lse_row, lse_head,
+    layer, layer_offset, tail_offset, scale, softcap, window,
+    PAGE_BYTES: tl.constexpr, K_SCALES: tl.constexpr, V_CODES: tl.constexpr, V_SCALES: tl.constexpr,
+    K_CODE: tl.constexpr, K_GRAIN: tl.constexpr, K_RAW: tl.constexpr,
+    V_CODE: tl.constexpr, V_GRAIN: tl.constexpr, V_RAW: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HALF_GROUPS: tl.constexpr, TAIL_BYTES: tl.constexpr, TAIL_V: tl.constexpr, TAIL_RAW: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    K_DOT: tl.constexpr, V_DOT: tl.constexpr, TAIL_DOT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_LSE: tl.constexpr,
+):  # fmt: skip
+    """Grid (query tiles, B * KV_HEADS, SPLITS). `part`, `lse` take the result if SPLITS > 1, else `out`."""
+    sequence = tl.program_id(1) // KV_HEADS
+    head = tl.program_id(1) % KV_HEADS
+    split = tl.program_id(2)
+    first_row = tl.load(query_starts + sequence)
+    queries = tl.load(query_starts + sequence + 1) - first_row
+    rows_per_tile: tl.constexpr = BLOCK_M // GROUP
+    first_query = tl.program_id(0) * rows_per_tile
+    if first_query < queries:
+        count = tl.load(counts + sequence * count_row + head * count_head)
+        filled = tl.load(tail_lengths + sequence)
+        m_range = tl.arange(0, BLOCK_M)
+        query = first_query + m_range // GROUP
+        q_heads = head * GROUP + m_range % GROUP
+        live = (query < queries) & (m_range < rows_per_tile * GROUP)
+        position = count * BLOCK_SIZE + filled - queries + query
+        d = tl.arange(0, DIM_PAD)
+        inside_d = d < HEAD_DIM
+        row = (first_row + query).to(tl.int64)
+        q_tile = tl.load(
+            q + (row * q_row + q_heads * q_head)[:, None] + d[None, :],
+            mask=live[:, None] & inside_d[None, :], other=0.0,
+        )  # fmt: skip
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+        k_scale, v_scale = 1.0, 1.0
+        if K_GRAIN == 2:
+            k_scale = tl.load(scales + layer * 2)
+        if V_GRAIN == 2:
+            v_scale = tl.load(scales + layer * 2 + 1)
+
+        # shares are whole tiles, so that splits never cut a tile
+        tile_pages: tl.constexpr = BLOCK_N // BLOCK_SIZE
+        share = tl.cdiv(tl.cdiv(count, tile_pages), SPLITS) * tile_pages
+        low, high = split * share, tl.minimum(split * share + share, count)
+        if CAUSAL:
+            last = count * BLOCK_SIZE + filled - queries + tl.minimum(first_query + rows_per_tile, queries) - 1
+            high = tl.minimum(high, last // BLOCK_SIZE + 1)
+        if WINDOW:
+            oldest = count * BLOCK_SIZE + filled - queries + first_query - window + 1
+            low = tl.maximum(low, tl.maximum(oldest, 0) // BLOCK_SIZE // tile_pages * tile_pages)
+        n = tl.arange(0, BLOCK_N)
+        slot = n % BLOCK_SIZE
+        table = tables + sequence * table_row + head * table_head
+        for page in range(low, high, tile_pages):
+            place = page + n // BLOCK_SIZE
+            valid = place < high
+            index = tl.load(table + place, mask=valid, other=0).to(tl.int64)
+            base = pages + index * PAGE_BYTES + layer_offset
+            raw = scores(q_tile, base, head, slot, valid, k_scale, K_CODE, K_GRAIN, K_RAW, K_SCALES, HEAD_DIM, DIM_PAD,
+                         BLOCK_SIZE, K_DOT)  # fmt: skip
+            x = _logits(raw, scale, softcap, SOFTCAP)
+            seen = valid[None, :] & live[:, None]
+            key = page * BLOCK_SIZE + n
+            if CAUSAL:
+                seen &= key[None, :] <= position[:, None]
+            if WINDOW:
+                seen &= key[None, :] > (position - window)[:, None]
+            x = tl.where(seen, x, float("-inf"))
+            if PAGE_LSE:
+                by_page = tl.reshape(x, [BLOCK_M, tile_pages, BLOCK_SIZE])
+                page_top = tl.max(by_page, axis=2)
+                safe = tl.where(page_top == float("-inf"), 0.0, page_top)
+                page_sum = tl.sum(tl.exp2(by_page - safe[:, :, None]), axis=2)
+                own = page + tl.arange(0, tile_pages)
+                target = page_lse + sequence * lse_row + (q_heads * lse_head)[:, None] + own[None, :]
+                # natural logarithm for the caller
+                tl.store(target, (safe + tl.log2(page_sum)) * 0.6931471805599453, mask=live[:, None] & (own < high)[None, :])
+            m, l, acc, p = _fold(x, m, l, acc)
+            acc = weighted(p, acc, base, head, slot, valid, v_scale, V_CODE, V_GRAIN, V_RAW, V_CODES, V_SCALES, HEAD_DIM,
+                           DIM_PAD, BLOCK_SIZE, HALF_GROUPS, V_DOT)  # fmt: skip
+
+        if (split == SPLITS - 1) & (filled > 0):
+            t = tl.arange(0, BLOCK_SIZE)
+            valid = t < filled
+            start = tails + tl.load(tail_slots + sequence).to(tl.int64) * TAIL_BYTES + tail_offset
+            typed = start.to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
+            k_tail = tl.load(typed + t[None, :] * HEAD_DIM + d[:, None], mask=inside_d[:, None] & valid[None, :], other=0.0)
+            raw = tl.dot(q_tile.to(TAIL_DOT), k_tail.to(TAIL_DOT), input_precision="ieee")
+            x = _logits(raw, scale, softcap, SOFTCAP)
+            seen = valid[None, :] & live[:, None]
+            key = count * BLOCK_SIZE + t
+            if CAUSAL:
+                seen &= key[None, :] <= position[:, None]
+            if WINDOW:
+                seen &= key[None, :] > (position - window)[:, None]
+            m, l, acc, p = _fold(tl.where(seen, x, float("-inf")), m, l, acc)
+            typed = (start + TAIL_V).to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
+            v_tail = tl.load(typed + t[:, None] * HEAD_DIM + d[None, :], mask=valid[:, None] & inside_d[None, :], other=0.0)
+            acc = tl.dot(p.to(TAIL_DOT), v_tail.to(TAIL_DOT), acc=acc, input_precision="ieee")
+
+        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+        where = live[:, None] & inside_d[None, :]
+        if SPLITS == 1:
+            target = out + (row * out_row + q_heads * out_head)[:, None] + d[None, :]
+            tl.store(target, acc.to(out.dtype.element_ty), mask=where)
+        else:
+            flat = (row * (KV_HEADS * GROUP) + q_heads) * SPLITS + split
+            tl.store(part + flat[:, None] * HEAD_DIM + d[None, :], acc, mask=where)
+            tl.store(lse + flat, tl.where(l == 0.0, float("-inf"), m + tl.log2(l)), mask=live)
+
+
+def attend(
+    q: Tensor,
+    pages: Tensor,
+    tails: Tensor,
+    layout: PageLayout,
+    layer: int,
+    batch: Batch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    scales: Tensor | None = None,
+    page_lse: Tensor | None = None,
+    out: Tensor | None = None,
+    splits: int = 0,
+) -> Tensor:
+    """The contract of `kernels.reference.attend`. `splits` > 0 fixes the number of shares a sequence is cut into."""
+    check(batch, q, layout.kv_heads, layout.head_dim, window, page_lse)
+    place = layout.layer(layer)
+    k_side, v_side = side(place.k_format, keys=True), side(place.v_format, keys=False)
+    if scales is None and 2 in (k_side.granularity, v_side.granularity):
+        raise ValueError(f"{place.k_format}/{place.v_format} needs scales that outlive a page; give kv_scales_path")
+    out = torch.empty_like(q) if out is None else out
+    rows, q_heads, _ = q.shape
+    group = q_heads // layout.kv_heads
+    causal = batch.max_query > 1
+    block_m = 16 * -(-group // 16) if not causal else max(64, 16 * -(-group // 16))
+    block_m = 1 << (block_m - 1).bit_length()
+    block_n = TOKENS if layout.head_dim <= 128 else TOKENS // 2
+    tiles = -(-batch.max_query // (block_m // group))
+    programs = tiles * len(batch) * layout.kv_heads
+    splits = splits or _splits(programs, batch.max_pages * layout.block_size, block_n, q.device)
+    part = lse = out
+    if splits > 1:
+        part = torch.empty((rows, q_heads, splits, layout.head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((rows, q_heads, splits), dtype=torch.float32, device=q.device)
+    sparse = batch.kv_head_tables is not None
+    tables = batch.kv_head_tables if sparse else batch.tables
+    counts = batch.kv_head_counts if sparse else batch.page_counts
+    if page_lse is not None:
+        page_lse.fill_(float("-inf"))
+    seen_lse = page_lse if page_lse is not None else out
+    tail_type = TORCH_TYPES[layout.tail_format]
+    tail_dot = tl.float32 if INTERPRETED or q.dtype == torch.float32 else RAW_TYPES[layout.tail_format]
+    attend_kernel[(tiles, len(batch) * layout.kv_heads, splits)](
+        q, out, part, lse, pages, tails, tables, counts, batch.tail_slots, batch.tail_lengths, batch.query_starts,
+        seen_lse, scales if scales is not None else out,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        tables.stride(0), tables.stride(1) if sparse else 0, counts.stride(0), counts.stride(1) if sparse else 0,
+        seen_lse.stride(0), seen_lse.stride(1),
+        layer, place.offset, place.tail_k, scale, softcap, window,
+        **constants(layout, place),
+        TAIL_BYTES=layout.tail_bytes, TAIL_V=place.tail_v - place.tail_k, TAIL_RAW=RAW_TYPES[layout.tail_format],
+        GROUP=group, BLOCK_M=block_m, BLOCK_N=block_n, SPLITS=splits,
+        K_DOT=dot_type(k_side, tail_type, INTERPRETED), V_DOT=dot_type(v_side, tail_type, INTERPRETED),
+        TAIL_DOT=tail_dot, CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0, PAGE_LSE=page_lse is not None,
+        num_warps=4, num_stages=2, enable_fp_fusion=False,
+    )  # fmt: skip
+    if splits > 1:
+        merge_splits(part, lse, out)
+    return out
+
+
+def _splits(programs: int, keys: int, block_n: int, device: torch.device) -> int:
+    """Shares per sequence: about two programs a multiprocessor, no share below four tiles, a power of two up to 64."""
+    wanted = min(2 * multiprocessors(device) // max(programs, 1), keys // (4 * block_n), 64)
+    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

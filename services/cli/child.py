@@ -94,8 +94,9 @@ class Child:
         """SIGTERM, then SIGKILL to its whole session after `patience_s`. Harmless when it has ended."""
         if self._process is None or self._process.returncode is not None:
             return
+        # not Process.terminate(): it polls first, and may take the exit code away from `wait`
         with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+            os.kill(self.pid, signal.SIGTERM)
         try:
             await asyncio.wait_for(self._process.wait(), patience_s)
         except TimeoutError:

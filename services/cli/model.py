@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import sys
 
 from services.cli.child import die_with_parent
@@ -40,7 +43,8 @@ async def prepare(model: str, dtype: str) -> None:
         code = await process.wait()
     finally:
         if process.returncode is None:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         text = (await complaint).decode(errors="replace").strip()
     if code:
         raise Misconfigured(text.removeprefix("error:").strip() or f"preparing the model ended with code {code}")

@@ -39,7 +39,7 @@ class Call:
         self._watch: Watch | None = None
         self._task: asyncio.Task[Any] | None = None
         self._sent: int | None = None
-        self._quiet = False
+        self._quiet = True
 
     @property
     def span(self) -> trace.Span:

@@ -149,7 +149,7 @@ async def test_a_silent_stream_is_kept_alive_past_the_idle_timeout(connect: Conn
     async with running(Source, await connect()):
         began = time.monotonic()
         with pytest.raises(errors.Timeout):
-            await anext(client.stream("source.silent", Ask(), Ask, idle_timeout_s=1.8 * KEEPALIVE_S, timeout_s=3.5))
+            await anext(client.stream("source.silent", Ask(), Ask, idle_timeout_s=2.4 * KEEPALIVE_S, timeout_s=3.5))
         assert time.monotonic() - began > 3
 
 

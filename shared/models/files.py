@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import Misconfigured
-from shared.models.catalogue import MANIFEST, cache_root, resolve
+from shared.models.catalogue import DEFAULT, MANIFEST, cache_root, resolve
 from shared.models.config import ModelConfig, SpecialTokens
 from shared.models.identity import CONVERTER_VERSION, identify
 
@@ -69,6 +69,11 @@ def canonical_dtype(dtype: str) -> str:
     if dtype not in DTYPES:
         raise Misconfigured(f"dtype {dtype!r} is not supported; use bfloat16, float16 or float32")
     return DTYPES[dtype]
+
+
+def demo_gguf() -> Path:
+    """The GGUF file of the demo model. Misconfigured says how to install it."""
+    return resolve(DEFAULT)
 
 
 def prepare(model: str, dtype: str = "bfloat16", progress: Progress | None = None) -> ModelFiles:

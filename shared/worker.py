@@ -14,7 +14,7 @@ from shared.compute_thread import ComputeThread
 from shared.handles import Layout
 from shared.lease_keeper import LeaseKeeper
 from shared.ledger_client import LedgerClient
-from shared.messages import PoolCreated, PoolDescription, Preempt, TokenBatch
+from shared.messages import Empty, PoolCreated, PoolDescription, Preempt, TokenBatch
 from shared.models.files import ModelFiles, prepare
 from shared.models.runtime import Memory, load
 from shared.models.transformer import Transformer
@@ -90,9 +90,10 @@ class Worker(Actor):
         return "" if self.pool.description is not None else "waiting for the block manager"
 
     @handles("preempt", Preempt, to="instance")
-    def preempt(self, message: Preempt, call: Call) -> None:
+    def preempt(self, message: Preempt, call: Call) -> Empty:
         """Older sequences need the pages of this lease."""
         self.end_leases([message.lease], Preempted("older sequences need the pages"))
+        return Empty()
 
     @listens("event.pool.created", PoolCreated)
     def pool_created(self, message: PoolCreated, call: Call) -> None:

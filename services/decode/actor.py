@@ -24,6 +24,7 @@ from shared.messages import (
     Accepted,
     Adopt,
     CancelWork,
+    Empty,
     Heartbeat,
     Lease,
     PoolFreed,
@@ -113,11 +114,12 @@ class DecodeActor(Worker):
         return Accepted(worker=self.instance)
 
     @handles("cancel", CancelWork, to="instance")
-    def cancel(self, message: CancelWork, call: Call) -> None:
+    def cancel(self, message: CancelWork, call: Call) -> Empty:
         """Unknown and finished ones are fine."""
         stream = self._streams.get((message.request_id, message.attempt))
         if stream is not None:
             self._stop([stream], errors.Cancelled("the request was cancelled"))
+        return Empty()
 
     @listens("event.pool.freed", PoolFreed)
     def pool_freed(self, message: PoolFreed, call: Call) -> None:

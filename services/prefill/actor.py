@@ -29,6 +29,7 @@ from shared.messages import (
     Accepted,
     Acquire,
     CancelWork,
+    Empty,
     Lease,
     RunPrefill,
     StartDecode,
@@ -125,11 +126,12 @@ class PrefillActor(Worker):
         return Accepted(worker=self.instance)
 
     @handles("cancel", CancelWork, to="instance")
-    def cancel(self, message: CancelWork, call: Call) -> None:
+    def cancel(self, message: CancelWork, call: Call) -> Empty:
         """Unknown and finished ones are fine."""
         job = self._jobs.get((message.request_id, message.attempt))
         if job is not None:
             self._end(job, errors.Cancelled("the request was cancelled"))
+        return Empty()
 
     # --- admission --------------------------------------------------------------------------------------------------
 

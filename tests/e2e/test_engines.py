@@ -1,35 +1,261 @@
-"""Prefill and decode over a real block manager, NATS server and model; the test stands in for the gateway."""
+"""Prefill and decode over a real block manager and NATS server; the test stands in for the gateway."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.engines import Engines, engines
+from services.block_manager.actor import BlockManager
+from services.decode import actor as decode_actor
+from services.prefill import hand_over
+from shared import errors
+from shared.bus import Bus
+from shared.messages import Accepted, Empty, Release, StartDecode
+from shared.wire import decode as decode_body
+from tests.support.engines import GATEWAY, Engines, engines
+from tests.support.tiny_models import folder
 
 BLOCK = 16
-PROMPT = [1, 9690, 198, 2683, 359, 260, 253, 5356, 5646, 11173, 30, 2, 198, 1, 4093, 198, 504, 3575, 282, 4649]
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "kernels": "reference", "threads": 1, "max_num_batched_tokens": 64, "num_blocks_override": 256,
+    "max_num_seqs": 8,
+}  # fmt: skip
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [3 + (seed * 37 + i * i * 7 + i) % 250 for i in range(length)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    folder(path, "llama", max_position_embeddings=512)
+    return str(path)
 
 
 @pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[Engines]:
-    async with engines(tmp_path, num_blocks_override=256, max_num_seqs=8, threads=2, kernels="reference") as started:
+async def running(tmp_path: Path, model: str, request: pytest.FixtureRequest) -> AsyncIterator[Engines]:
+    options = OPTIONS | getattr(request, "param", {})
+    async with engines(tmp_path, model=model, **options) as started:
         yield started
+        await started.until_free()
+        assert started.manager.node.check() == []
+
+
+def settings(**options: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("running", [options], indirect=True, ids=[""])
 
 
 async def test_one_request_and_its_repeat(running: Engines) -> None:
     gateway = running.gateway
-    first = await gateway.finish(await gateway.send(gateway.work(PROMPT * 4, 40)))
+    first = await gateway.finish(await gateway.send(gateway.work(prompt(80), 40)))
     assert len(first.tokens) == 40 and first.last.finish_reason == "length"
     assert first.items[0].cached_tokens == 0 and (first.items[0].compute_s or 0) > 0
-    assert first.last.pages == -(-(len(PROMPT) * 4 + 39) // BLOCK)
+    assert first.last.pages == -(-(80 + 39) // BLOCK)
     assert set(first.workers) == {running.prefill.instance, running.decode.instance}
-    again = await gateway.finish(await gateway.send(gateway.work(PROMPT * 4, 40)))
+    again = await gateway.finish(await gateway.send(gateway.work(prompt(80), 40)))
     assert again.tokens == first.tokens
-    assert again.items[0].cached_tokens == (len(PROMPT) * 4 - 1) // BLOCK * BLOCK
-    stats = await running.until_free()
-    pool = stats.pools["cpu0"]
-    assert pool.cached >= (len(PROMPT) * 4 + 39) // BLOCK and pool.unknown_leases == 0
+    assert again.items[0].cached_tokens == 64
+    whole = prompt(80) + first.tokens  # the answer's pages were committed, too
+    third = await gateway.finish(await gateway.send(gateway.work(whole, 2)))
+    assert third.items[0].cached_tokens == 112
+    pool = (await running.until_free()).pools["cpu0"]
+    assert pool.unknown_leases == 0 and pool.hit_tokens == 64 + 112
+
+
+async def test_lengths_around_page_borders_repeat_exactly(running: Engines) -> None:
+    gateway = running.gateway
+    for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1):
+        texts = [await gateway.complete(gateway.work(prompt(length, length), 20)) for _ in range(3)]
+        assert texts[0] == texts[1] == texts[2], length
+        for cut in (1, 5, 19):  # a later attempt goes on where the earlier one stopped
+            work = gateway.work(prompt(length, length) + texts[0][:cut], 20, prompt_tokens=length)
+            assert await gateway.complete(work) == texts[0][cut:], (length, cut)
+
+
+@settings(num_blocks_override=24, max_num_seqs=8)
+async def test_a_pool_too_small_for_all_preempts_and_finishes_exactly(running: Engines) -> None:
+    gateway = running.gateway
+    alone = [await gateway.complete(gateway.work(prompt(30 + i, i), 60, cache_salt="alone")) for i in range(12)]
+    together = await asyncio.gather(
+        *(gateway.complete(gateway.work(prompt(30 + i, i), 60, cache_salt="crowd")) for i in range(12))
+    )
+    assert list(together) == alone
+    assert gateway.endings.count("Preempted") >= 2
+    assert set(gateway.endings) == {"Preempted"}
+
+
+@settings(max_num_seqs=2)
+async def test_sampled_results_depend_on_the_seed_alone(running: Engines) -> None:
+    gateway = running.gateway
+
+    def works() -> list[Any]:
+        sampling = {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 0.2}
+        return [gateway.work(prompt(20), 30, sampling={**sampling, "seed": seed}) for seed in range(6)]
+
+    alone = [await gateway.complete(work) for work in works()]
+    assert len({tuple(tokens) for tokens in alone}) == 6
+    assert list(await asyncio.gather(*(gateway.complete(work) for work in works()))) == alone
+
+
+async def test_finishes(running: Engines) -> None:
+    gateway = running.gateway
+    plain = await gateway.complete(gateway.work(prompt(20), 12))
+    only = await gateway.finish(await gateway.send(gateway.work(prompt(20), 1)))
+    assert only.tokens == plain[:1] and only.last.finish_reason == "length" and only.last.pages == 2
+    stopped = await gateway.finish(
+        await gateway.send(gateway.work(prompt(20), 12, sampling={"stop_token_ids": [plain[4]]}))
+    )
+    assert stopped.last.stop_reason == plain[4] and stopped.last.finish_reason == "stop"
+    assert stopped.tokens == plain[: plain.index(plain[4]) + 1]
+    ended = await gateway.finish(
+        await gateway.send(gateway.work(prompt(20), 12, eos_token_ids=[plain[3]], sampling={"ignore_eos": False}))
+    )
+    assert ended.last.stop_reason is None and ended.last.finish_reason == "stop"
+    assert ended.tokens == plain[: plain.index(plain[3]) + 1]
+    logprobs = await gateway.finish(await gateway.send(gateway.work(prompt(20), 3, sampling={"logprobs": 2})))
+    for item in logprobs.items:
+        assert item.logprobs is not None
+        for logprob in item.logprobs:
+            assert logprob.top[0] == (logprob.token_id, logprob.logprob) and len(logprob.top) == 2
+
+
+@settings(max_model_len=64)
+async def test_the_context_limit(running: Engines) -> None:
+    gateway = running.gateway
+    full = await gateway.finish(await gateway.send(gateway.work(prompt(60), 100)))
+    assert len(full.tokens) == 4 and full.last.finish_reason == "length"
+    assert len((await gateway.finish(await gateway.send(gateway.work(prompt(63), 5)))).tokens) == 1
+    for length in (64, 65, 640):
+        with pytest.raises(errors.TooLarge, match="64"):
+            await gateway.send(gateway.work(prompt(length), 5))
+    with pytest.raises(errors.BadRequest, match="272"):
+        await gateway.send(gateway.work([5, 272], 5))
+
+
+async def test_cancel_in_every_state(running: Engines) -> None:
+    gateway, workers = running.gateway, (running.prefill, running.decode)
+    expected = await gateway.complete(gateway.work(prompt(300), 40, cache_salt="whole"))
+    for tokens in (0, 1, 2, 9):
+        attempt = await gateway.send(gateway.work(prompt(300), 40, cache_salt="cut"))
+        await gateway.until(attempt, tokens)
+        await gateway.cancel(attempt, *workers)
+        await gateway.finish(attempt, 10)
+        assert attempt.last.finish_reason == "cancelled"
+        await running.until_free()
+        await gateway.cancel(attempt, *workers)  # twice, and of something finished
+    unknown = gateway.work(prompt(3), 3)
+    gateway.attempts["unknown", 0] = type(attempt)(unknown)
+    await gateway.cancel(gateway.attempts["unknown", 0], *workers)
+    retried = await gateway.finish(await gateway.send(gateway.work(prompt(300), 40, cache_salt="cut")))
+    assert retried.tokens == expected and retried.items[0].cached_tokens in range(0, 300, BLOCK)
+
+
+async def test_repeated_messages_start_once(running: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, bus = running.gateway, running.gateway.bus
+    starts: list[StartDecode] = []
+
+    async def overhear(msg: Any) -> None:
+        starts.append(decode_body(msg.data, StartDecode))
+
+    await bus.subscribe("decode.start", overhear)
+    work = gateway.work(prompt(100), 30)
+    attempt, _, _ = await asyncio.gather(gateway.send(work), gateway.send(work), gateway.send(work))
+    await gateway.until(attempt, 3)
+    replies = [await bus.request("decode.start", starts[0], Accepted, timeout_s=2) for _ in range(2)]
+    assert {reply.worker for reply in replies} == {running.decode.instance}
+    await gateway.finish(attempt)
+    await bus.request("decode.start", starts[0], Accepted, timeout_s=2)
+    await gateway.send(work)  # long done, still not started again
+    await running.until_free()
+    assert len(attempt.tokens) == 30 and len(starts) == 4
+
+
+@settings(decode={"max_num_seqs": 1})
+async def test_decode_says_busy_and_prefill_waits_in_order(running: Engines) -> None:
+    gateway, bus = running.gateway, running.gateway.bus
+    starts: list[StartDecode] = []
+
+    async def overhear(msg: Any) -> None:
+        starts.append(decode_body(msg.data, StartDecode))
+
+    await bus.subscribe("decode.start", overhear)
+    attempts = [await gateway.send(gateway.work(prompt(20, i), 60)) for i in range(4)]
+    await gateway.until(attempts[0], 3)
+    stranger = starts[0].model_copy(update={"work": gateway.work(prompt(20), 5)})
+    with pytest.raises(errors.Busy):
+        await bus.request("decode.start", stranger, Accepted, timeout_s=2)
+    for at, attempt in enumerate(attempts):
+        await gateway.finish(attempt)
+        assert len(attempt.tokens) == 60
+        assert not any(later.ended.is_set() for later in attempts[at + 1 :])
+
+
+async def test_a_new_incarnation_makes_everything_stale_and_is_attached(running: Engines) -> None:
+    gateway = running.gateway
+    expected = await gateway.complete(gateway.work(prompt(40), 80))
+    attempt = await gateway.until(await gateway.send(gateway.work(prompt(40), 80)), 5)
+    await running.manager.drain()
+    running.manager = await running.start(BlockManager)
+    await gateway.finish(attempt, 10)
+    assert attempt.error in ("Stale", "Unavailable")
+    assert attempt.tokens == expected[: len(attempt.tokens)]
+    assert await gateway.complete(gateway.work(prompt(40), 80), 20) == expected
+
+
+async def test_a_lost_lease_is_never_read_again(running: Engines) -> None:
+    gateway = running.gateway
+    expected = await gateway.complete(gateway.work(prompt(40), 200))
+    attempt = await gateway.until(await gateway.send(gateway.work(prompt(40), 200, cache_salt="b")), 5)
+    stream = running.decode._streams[attempt.work.request_id, 0]
+    assert stream.lease is not None
+    await gateway.bus.request(
+        "block_manager.release", Release(holder=running.decode.instance, leases=[stream.lease]), Empty, timeout_s=2
+    )
+    others = [await gateway.send(gateway.work(prompt(400, i), 2, cache_salt=str(i))) for i in range(8)]
+    await gateway.finish(attempt, 10)
+    assert attempt.error == "Stale"
+    assert attempt.tokens == expected[: len(attempt.tokens)]
+    for other in others:
+        await gateway.finish(other)
+
+
+async def test_drain_hands_long_sequences_back_and_finishes_short_ones(
+    running: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_over, "ABSENT_LIMIT_S", 0.5)
+    gateway = running.gateway
+    long = await gateway.until(await gateway.send(gateway.work(prompt(40), 400)), 3)
+    short = await gateway.until(await gateway.send(gateway.work(prompt(40, 1), 30)), 3)
+    prefilling = [await gateway.send(gateway.work(prompt(300, i), 30)) for i in range(3)]
+    await running.decode.drain()
+    assert long.error == "Unavailable" and short.last.finish_reason == "length" and len(short.tokens) == 30
+    await running.prefill.drain()
+    for attempt in prefilling:
+        await gateway.finish(attempt, 10)
+        assert attempt.error == "Unavailable" or len(attempt.tokens) == 30
+
+
+async def test_sequences_of_a_silent_gateway_are_dropped(running: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_actor, "GATEWAY_SILENCE_S", 0.5)
+    gateway = running.gateway
+    seen = asyncio.Event()
+
+    async def receive(_: Any) -> None:
+        seen.set()
+
+    bus: Bus = gateway.bus
+    await bus.subscribe("gateway.tokens.gateway-dead", receive)
+    living = await gateway.send(gateway.work(prompt(40), 450))
+    await gateway.send(gateway.work(prompt(40), 450, gateway="gateway-dead"))
+    await asyncio.wait_for(seen.wait(), 10)
+    monkeypatch.setattr(decode_actor, "GATEWAY_SILENCE_S", 1.5)
+    async with asyncio.timeout(10):
+        while any(stream.work.gateway != GATEWAY for stream in running.decode._streams.values()):
+            await asyncio.sleep(0.05)
+    await gateway.finish(living)
+    assert living.last.finish_reason == "length"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,18 @@ from shared import wire
 from shared.actor import Actor
 from shared.bus import Bus
 from shared.handles import pack_u32
-from shared.messages import Accepted, Empty, Heartbeat, RunPrefill, Sampling, Stats, TokenBatch, TokenItem, Work
+from shared.messages import (
+    Accepted,
+    CancelWork,
+    Empty,
+    Heartbeat,
+    RunPrefill,
+    Sampling,
+    Stats,
+    TokenBatch,
+    TokenItem,
+    Work,
+)
 
 GATEWAY = "gateway-test"
 
@@ -32,6 +43,7 @@ class Attempt:
     items: list[TokenItem] = field(default_factory=list)
     workers: list[str] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def tokens(self) -> list[int]:
@@ -54,7 +66,7 @@ class TestGateway:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.attempts: dict[tuple[str, int], Attempt] = {}
-        self.first_token = asyncio.Event()
+        self.endings: list[str] = []
         self._ids = 0
 
     async def listen(self) -> None:
@@ -69,7 +81,7 @@ class TestGateway:
             assert item.index == before + len(attempt.tokens), f"a gap or a repeat: {item}"
             attempt.items.append(item)
             attempt.workers.append(batch.worker)
-            self.first_token.set()
+            attempt.arrived.set()
             if item.finish_reason is not None or item.error is not None:
                 attempt.ended.set()
 
@@ -95,6 +107,19 @@ class TestGateway:
             await attempt.ended.wait()
         return attempt
 
+    async def until(self, attempt: Attempt, tokens: int, timeout_s: float = 20) -> Attempt:
+        """Waits for the first `tokens` tokens."""
+        async with asyncio.timeout(timeout_s):
+            while len(attempt.tokens) < tokens:
+                attempt.arrived.clear()
+                await attempt.arrived.wait()
+        return attempt
+
+    async def cancel(self, attempt: Attempt, *workers: Actor) -> None:
+        message = CancelWork(request_id=attempt.work.request_id, attempt=attempt.work.attempt)
+        for worker in workers:
+            await self.bus.request(f"{worker.name}.cancel.{worker.instance}", message, Empty, timeout_s=2)
+
     async def complete(self, work: Work, timeout_s: float = 120) -> list[int]:
         """All tokens of a request, over as many attempts as it takes, as a gateway would run it."""
         emitted: list[int] = []
@@ -112,6 +137,7 @@ class TestGateway:
                 if attempt.error is None:
                     return emitted
                 assert attempt.error in ("Preempted", "Stale", "Unavailable"), attempt.last
+                self.endings.append(attempt.error)
                 tokens = work.tokens + pack_u32(attempt.tokens)
                 work = work.model_copy(update={"tokens": tokens, "attempt": work.attempt + 1})
 
@@ -124,8 +150,7 @@ class Engines:
     prefill: PrefillActor
     decode: DecodeActor
     manager: BlockManager
-    connect: Any
-    options: dict[str, Any]
+    start: Callable[[type[Actor]], Awaitable[Any]]
 
     async def stats(self) -> Stats:
         return await self.gateway.bus.request("block_manager.stats", Empty(), Stats, timeout_s=2)
@@ -142,7 +167,10 @@ class Engines:
 
 @asynccontextmanager
 async def engines(state: Path, **options: Any) -> AsyncIterator[Engines]:
-    """A NATS server, a block manager, one prefill and one decode worker with `options` as settings."""
+    """A NATS server, a block manager, one prefill and one decode worker.
+
+    `options` are settings of all; a dictionary under an actor's name holds those of that actor alone.
+    """
     async with AsyncExitStack() as stack:
         server = NatsServer(state)
         await server.start()
@@ -155,7 +183,8 @@ async def engines(state: Path, **options: Any) -> AsyncIterator[Engines]:
             return bus
 
         async def start(kind: type[Actor]) -> Any:
-            known = {name: value for name, value in options.items() if name in kind.Settings.model_fields}
+            chosen = {**options, **options.get(kind.name, {})}
+            known = {name: value for name, value in chosen.items() if name in kind.Settings.model_fields}
             actor = kind(await connect(kind.name), kind.Settings(state_dir=state, **known))
             await actor.start()
             stack.push_async_callback(_drain, actor)
@@ -166,7 +195,7 @@ async def engines(state: Path, **options: Any) -> AsyncIterator[Engines]:
         beating = asyncio.create_task(_beat(gateway.bus))
         stack.callback(beating.cancel)
         manager = await start(BlockManager)
-        yield Engines(gateway, await start(PrefillActor), await start(DecodeActor), manager, connect, options)
+        yield Engines(gateway, await start(PrefillActor), await start(DecodeActor), manager, start)
 
 
 async def _drain(actor: Actor) -> None:

@@ -6,7 +6,7 @@
 
 #include "simd.h"
 
-enum kv_format { KV_F32, KV_BF16, KV_Q8, KV_Q4 };
+enum kv_format { KV_W_F32, KV_W_BF16, KV_W_Q8, KV_W_Q4 };
 enum kv_result { KV_STORE, KV_ADD };
 
 #define KV_GROUP 32 /* inputs that share a scale, and the unit to which rows of x are padded with zeros */

@@ -28,9 +28,9 @@ KV_INLINE __m512i nibble_table(void) {
 
 /* Decodes one group of one block into 16 vectors, one per pair of inputs. */
 KV_INLINE void decode(const int format, const uint8_t *bytes, __m512i *w, __m512 *scale, __m512 *minimum) {
-    if (format == KV_BF16) {
+    if (format == KV_W_BF16) {
         _Pragma("GCC unroll 16") for (int p = 0; p < 16; p++) w[p] = _mm512_load_si512(bytes + p * 64);
-    } else if (format == KV_Q8) {
+    } else if (format == KV_W_Q8) {
         *scale = _mm512_load_ps(bytes);
         _Pragma("GCC unroll 16") for (int p = 0; p < 16; p++) w[p] = bytes_bf16(bytes + 64 + p * 32);
     } else {
@@ -47,23 +47,24 @@ KV_INLINE void decode(const int format, const uint8_t *bytes, __m512i *w, __m512
     }
 }
 
-/* Few rows: weights stay in registers from decoding to use. */
-KV_INLINE void few_rows(const int format, const uint8_t *data, int64_t groups, const uint16_t *x, int64_t stride,
-                        const float *sums, int64_t rows, float *tile) {
-    const int64_t bytes = kv_group_bytes(format);
-    for (int64_t b = 0; b < groups * 2; b++, data += bytes) {
-        int64_t g = b / 2;
+/* R rows, scaled formats: weights stay in registers from decoding to use. Rows are interleaved, because each is one
+ * chain of dependent additions. */
+KV_INLINE void few_rows(const int R, const int format, const uint8_t *data, int64_t groups, const uint16_t *x,
+                        int64_t stride, const float *sums, float *tile) {
+    for (int64_t b = 0; b < groups * 2; b++, data += kv_group_bytes(format)) {
+        const int32_t *pairs = (const int32_t *)(x + b / 2 * 32);
         float *t = tile + b % 2 * 16;
         __m512i w[16];
-        __m512 scale, minimum;
+        __m512 scale, minimum = _mm512_setzero_ps(), sum[8];
         decode(format, data, w, &scale, &minimum);
-        for (int64_t r = 0; r < rows; r++, t += 32) {
-            const int32_t *pairs = (const int32_t *)(x + r * stride + g * 32);
-            __m512 total = _mm512_load_ps(t), sum = format >= KV_Q8 ? _mm512_setzero_ps() : total;
-            _Pragma("GCC unroll 16") for (int p = 0; p < 16; p++) sum = dot(sum, w[p], _mm512_set1_epi32(pairs[p]));
-            if (format >= KV_Q8) sum = _mm512_fmadd_ps(scale, sum, total);
-            if (format == KV_Q4) sum = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[r * groups + g]), sum);
-            _mm512_store_ps(t, sum);
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
+        _Pragma("GCC unroll 16") for (int p = 0; p < 16; p++)
+            _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
+                sum[r] = dot(sum[r], w[p], _mm512_set1_epi32(pairs[r * (stride / 2) + p]));
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {
+            sum[r] = _mm512_fmadd_ps(scale, sum[r], _mm512_load_ps(t + r * 32));
+            if (format == KV_W_Q4) sum[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[r * groups + b / 2]), sum[r]);
+            _mm512_store_ps(t + r * 32, sum[r]);
         }
     }
 }
@@ -77,7 +78,7 @@ KV_INLINE void multiply(const int R, const int format, const __m512i *weights, c
     for (int64_t g = 0; g < groups; g++, weights += 32, scales += 4) {
         _Pragma("GCC unroll 6") for (int r = 0; r < R; r++)
             _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++)
-                sum[r][h] = format >= KV_Q8 ? _mm512_setzero_ps() : total[r][h];
+                sum[r][h] = format >= KV_W_Q8 ? _mm512_setzero_ps() : total[r][h];
         _Pragma("GCC unroll 4") for (int p = 0; p < 16; p++) {
             __m512i w0 = weights[p], w1 = weights[16 + p];
             _Pragma("GCC unroll 6") for (int r = 0; r < R; r++) {
@@ -88,9 +89,9 @@ KV_INLINE void multiply(const int R, const int format, const __m512i *weights, c
         }
         _Pragma("GCC unroll 6") for (int r = 0; r < R; r++)
             _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++) {
-                if (format >= KV_Q8) total[r][h] = _mm512_fmadd_ps(scales[h * 2], sum[r][h], total[r][h]);
+                if (format >= KV_W_Q8) total[r][h] = _mm512_fmadd_ps(scales[h * 2], sum[r][h], total[r][h]);
                 else total[r][h] = sum[r][h];
-                if (format == KV_Q4)
+                if (format == KV_W_Q4)
                     total[r][h] = _mm512_fmadd_ps(scales[h * 2 + 1], _mm512_set1_ps(sums[r * sum_stride + g]), total[r][h]);
             }
     }
@@ -108,7 +109,7 @@ KV_INLINE void many_rows(const int format, const uint8_t *data, int64_t groups, 
     for (int64_t g = 0; g < groups; g += chunk) {
         int64_t count = groups - g < chunk ? groups - g : chunk;
         const __m512i *weights = decoded;
-        if (format == KV_BF16) weights = (const __m512i *)(data + g * 2 * bytes);
+        if (format == KV_W_BF16) weights = (const __m512i *)(data + g * 2 * bytes);
         else
             for (int64_t b = 0; b < count * 2; b++)
                 decode(format, data + (g * 2 + b) * bytes, decoded + b * 16, scales + b * 2, scales + b * 2 + 1);
@@ -117,7 +118,7 @@ KV_INLINE void many_rows(const int format, const uint8_t *data, int64_t groups, 
     for (; rows - r >= n; r += n)                                                                            \
         multiply(n, format, weights, scales, count, x + r * stride + g * 32, stride, sums + r * groups + g, \
                  groups, tile + r * 32);
-        ROWS(6) ROWS(4) ROWS(2) ROWS(1)
+        ROWS(6) ROWS(5) ROWS(4) ROWS(3) ROWS(2) ROWS(1)
 #undef ROWS
     }
 }
@@ -128,17 +129,19 @@ void kv_panel_bf16(const kv_linear *w, const kv_rows *x, int64_t panel, int64_t 
     const uint16_t *at = (const uint16_t *)x->x + first * x->stride;
     const float *sums = x->sums + first * groups;
     memset(tile, 0, (size_t)rows * 128);
-#define FORMAT(f)                                                                           \
-    case f:                                                                                 \
-        if (rows <= KV_SMALL_ROWS) few_rows(f, data, groups, at, x->stride, sums, rows, tile); \
-        else many_rows(f, data, groups, at, x->stride, sums, rows, tile);                   \
-        break;
-    switch (w->format) {
-        FORMAT(KV_BF16)
-        FORMAT(KV_Q8)
-        FORMAT(KV_Q4)
+    if (w->format == KV_W_BF16 || rows > KV_SMALL_ROWS) {
+        if (w->format == KV_W_BF16) many_rows(KV_W_BF16, data, groups, at, x->stride, sums, rows, tile);
+        else if (w->format == KV_W_Q8) many_rows(KV_W_Q8, data, groups, at, x->stride, sums, rows, tile);
+        else many_rows(KV_W_Q4, data, groups, at, x->stride, sums, rows, tile);
+        return;
     }
-#undef FORMAT
+#define ROWS(n)                                                                                        \
+    case n:                                                                                            \
+        if (w->format == KV_W_Q8) few_rows(n, KV_W_Q8, data, groups, at, x->stride, sums, tile);           \
+        else few_rows(n, KV_W_Q4, data, groups, at, x->stride, sums, tile);                              \
+        break;
+    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
+#undef ROWS
 }
 
 #endif

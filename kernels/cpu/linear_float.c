@@ -19,14 +19,14 @@ typedef struct {
 
 /* Decodes one group of one block. */
 static void decode(int32_t format, const uint8_t *bytes, float *weights, float *scales) {
-    if (format == KV_BF16) {
+    if (format == KV_W_BF16) {
         for (int p = 0; p < 16; p++) {
             kv_i16 pair = kv_load_int(bytes + p * 64), low = pair, high = pair;
             KV_EACH low.P_ = pair.P_ << 16, high.P_ = pair.P_ & (int32_t)0xffff0000;
             kv_store(weights + p * 32, kv_int_bits(low));
             kv_store(weights + p * 32 + 16, kv_int_bits(high));
         }
-    } else if (format == KV_Q8) {
+    } else if (format == KV_W_Q8) {
         memcpy(scales, bytes, 64);
         for (int p = 0; p < 16; p++) {
             const int8_t *codes = (const int8_t *)bytes + 64 + p * 32;
@@ -35,7 +35,7 @@ static void decode(int32_t format, const uint8_t *bytes, float *weights, float *
                 weights[p * 32 + 16 + i] = (float)codes[2 * i + 1];
             }
         }
-    } else if (format == KV_Q4) {
+    } else if (format == KV_W_Q4) {
         kv_store(scales, kv_load_half((const uint16_t *)bytes));
         kv_store(scales + 16, kv_load_half((const uint16_t *)bytes + 16));
         for (int s = 0; s < 4; s++) {
@@ -85,8 +85,8 @@ void kv_panel_float(const kv_linear *w, const kv_rows *x, int64_t panel, int64_t
     memset(tile, 0, (size_t)rows * 128);
     for (int64_t g = 0; g < groups; g += CHUNK) {
         int64_t count = groups - g < CHUNK ? groups - g : CHUNK;
-        panel_chunk c = {weights, w->format >= KV_Q8 ? scales : NULL, w->format == KV_Q4};
-        if (w->format == KV_F32) c.weights = (const float *)(data + g * 2 * bytes);
+        panel_chunk c = {weights, w->format >= KV_W_Q8 ? scales : NULL, w->format == KV_W_Q4};
+        if (w->format == KV_W_F32) c.weights = (const float *)(data + g * 2 * bytes);
         else
             for (int64_t b = 0; b < count * 2; b++)
                 decode(w->format, data + (g * 2 + b) * bytes, weights + b * 512, scales + b * 32);

@@ -5,13 +5,13 @@
 #include "linear.h"
 
 /* Up to so many rows, weights are decoded in registers at each use; beyond, once into a buffer in the L1 cache. */
-#define KV_SMALL_ROWS 16
+#define KV_SMALL_ROWS 8
 
 /* Groups decoded at a time: 18 × 2 blocks × 1 KiB of bf16 stay in a 48 KiB L1 cache together with the rows. */
 #define KV_CHUNK_GROUPS 18
 
 KV_INLINE int64_t kv_group_bytes(int32_t format) {
-    return format == KV_F32 ? 2048 : format == KV_BF16 ? 1024 : format == KV_Q8 ? 576 : 320;
+    return format == KV_W_F32 ? 2048 : format == KV_W_BF16 ? 1024 : format == KV_W_Q8 ? 576 : 320;
 }
 
 /* tile [rows][2 blocks][16] = rows first … first+rows-1 of x times the panel. */

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention import Batch
+from kernels.dispatch import Ops
 from kernels.layout import PageLayout
+from shared.models.config import ModelConfig
 
 
 @dataclass(slots=True)
@@ -31,9 +33,33 @@ class KVStep:
     """int32 [T - sealed rows], positions inside the tail"""
     seal_blocks: torch.Tensor | None = None
     """int32 [sealed pages]"""
-    scales: object | None = None
+    scales: torch.Tensor | None = None
     """calibrated KV scales, or None"""
 
     @property
     def seal_rows(self) -> int:
         return 0 if self.seal_blocks is None else self.seal_blocks.numel() * self.layout.block_size
+
+    def write_and_attend(
+        self,
+        ops: Ops,
+        config: ModelConfig,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stores k, v [T, kv_heads, head_dim] of one layer as planned, then attends from q [T, heads, head_dim]."""
+        sealed = self.seal_rows
+        if self.seal_blocks is not None and sealed:
+            ops.seal(self.pages, self.layout, layer, k[:sealed], v[:sealed], self.seal_blocks, scales=self.scales)
+        if sealed < k.shape[0]:
+            ops.append_tails(
+                self.tails, self.layout, layer, k[sealed:], v[sealed:], self.append_slots, self.append_positions
+            )
+        attended: torch.Tensor = ops.attend(
+            q, self.pages, self.tails, self.layout, layer, self.batch,
+            scale=config.head_dim**-0.5, window=config.window(layer), scales=self.scales, out=out,
+        )  # fmt: skip
+        return attended

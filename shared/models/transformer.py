@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.cpu import build
 from kernels.dispatch import Ops
 from kernels.reference.linear import linear
 from kernels.reference.rms_norm import rms_norm
@@ -13,6 +14,7 @@ from kernels.reference.rope import rope
 from kernels.reference.silu_mul import silu_mul
 from shared.models.files import ModelFiles
 from shared.models.kv_step import KVStep
+from shared.models.native import NativeStep
 from shared.models.rope import inverse_frequencies
 from shared.models.weights import map_tensors
 
@@ -31,6 +33,10 @@ class Transformer:
         self._weights = map_tensors(files.weights)
         self._head = self._weights["embed" if self.config.tie_embeddings else "head"]
         self._cos, self._sin = self._rotations()
+        self._native: NativeStep | None = None
+        if NativeStep.possible(files, self.dtype, ops):
+            build.set_threads(threads)
+            self._native = NativeStep(files, self.dtype, ops, self._cos, self._sin)
 
     def _rotations(self) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32 [context_length, head_dim/2]."""
@@ -46,6 +52,8 @@ class Transformer:
 
         Returns float32 logits [len(logits_rows), vocab] of those rows; none are computed for an empty list.
         """
+        if self._native is not None:
+            return self._native.forward(tokens, positions, kv, logits_rows)
         config, weights = self.config, self._weights
         hidden = weights["embed"][tokens].float()
         cos, sin = self._cos[positions], self._sin[positions]
@@ -69,22 +77,5 @@ class Transformer:
             q = rms_norm(q, weights[prefix + "q_norm"], config.rms_eps)
             k = rms_norm(k, weights[prefix + "k_norm"], config.rms_eps)
         rope(q, k, cos, sin)
-        sealed = kv.seal_rows
-        if kv.seal_blocks is not None and sealed:
-            self.ops.seal(kv.pages, kv.layout, layer, k[:sealed], v[:sealed], kv.seal_blocks, scales=kv.scales)
-        if sealed < rows:
-            self.ops.append_tails(
-                kv.tails, kv.layout, layer, k[sealed:], v[sealed:], kv.append_slots, kv.append_positions
-            )
-        attended = self.ops.attend(
-            q,
-            kv.pages,
-            kv.tails,
-            kv.layout,
-            layer,
-            kv.batch,
-            scale=config.head_dim**-0.5,
-            window=config.window(layer),
-            scales=kv.scales,
-        )
+        attended = kv.write_and_attend(self.ops, config, layer, q, k, v)
         return linear(attended.reshape(rows, -1), weights[prefix + "o"])

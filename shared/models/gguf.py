@@ -58,8 +58,9 @@ class GgufSource:
         if key + "expert_count" in fields and fields.integer(key + "expert_count", minimum=0) > 0:
             raise Misconfigured(f"{self.path}: mixture-of-experts models are not supported")
         heads, hidden = fields.integer(key + "attention.head_count"), fields.integer(key + "embedding_length")
-        rotated = fields.integer(key + "rope.dimension_count", hidden // heads)
-        head_dim = fields.integer(key + "attention.key_length", rotated)
+        rotated = fields.integer(key + "rope.dimension_count", 0)
+        head_dim = fields.integer(key + "attention.key_length", rotated or hidden // heads)
+        rotated = rotated or head_dim
         if head_dim != rotated or fields.integer(key + "attention.value_length", head_dim) != head_dim:
             raise Misconfigured(f"{self.path}: heads with keys, values and rotation of unequal size are not supported")
         layers = fields.integer(key + "block_count")

@@ -25,7 +25,7 @@ _SPACE = "\u2581"
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template. Not for use by two threads at once."""
+    """A model's tokenizer and chat template; any thread may use it."""
 
     def __init__(self, backend: tokenizers.Tokenizer, files: ModelFiles) -> None:
         backend.no_truncation()

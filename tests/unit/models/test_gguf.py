@@ -76,6 +76,22 @@ def test_both_forms_of_a_model_become_the_same(tmp_path: Path, cache: Path, arch
     assert (one.eos_token_ids, one.bos_token_id) == (other.eos_token_ids, other.bos_token_id) or architecture != "llama"
 
 
+def test_heads_wider_than_the_hidden_size(tmp_path: Path, cache: Path) -> None:
+    """As in Qwen3: the key length says how wide a head is, and nothing says how much of it is rotated."""
+    model = tiny_models.folder(tmp_path / "m", "qwen3", head_dim=32)
+    path = tiny_models.gguf_file(
+        tmp_path / "m.gguf",
+        as_gguf(model, "qwen3"),
+        architecture="qwen3",
+        metadata={"qwen3.attention.key_length": 32, "qwen3.attention.value_length": 32},
+        without=("qwen3.rope.dimension_count",),
+    )
+    files = prepare(str(path), "float32")
+    assert files.config.head_dim == 32
+    ours, theirs = load_torch(files.weights), load_torch(prepare(str(tmp_path / "m"), "float32").weights)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_dequantised_weights(tmp_path: Path, cache: Path, kind: str) -> None:
     tensors = tiny_models.random_tensors()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,19 @@ TEXTS = [
     " ",
     "\x00\x01\x7f\u200b\ufeff",
 ]
+
+
+def test_threads_may_share_it(demo_tokenizer: Tokenizer) -> None:
+    expected = [demo_tokenizer.encode(text) for text in TEXTS]
+
+    def work(_: int) -> bool:
+        ids = [demo_tokenizer.encode(text) for text in TEXTS]
+        return ids == expected and all(
+            demo_tokenizer.decode(row, False) == text for row, text in zip(ids, TEXTS, strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(40)))
 
 
 MISSING = frozenset(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2")

@@ -2,7 +2,7 @@
 
     {"url": "nats://127.0.0.1:4222", "users": {"gateway": "…", …, "client": "…", "admin": "…"}}
 
-A user has the name of its role.
+A user has the name of its role. `shared.settings.connection` reads the file.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.nats.roles import ROLES
-from shared.errors import Misconfigured
-
-FILE_NAME = "nats.json"
+from shared.settings import NATS_FILE
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Credentials:
 
     def write(self, state_dir: Path) -> Path:
         """Writes the file atomically with mode 0600 and returns its path."""
-        path = state_dir / FILE_NAME
+        path = state_dir / NATS_FILE
         private = path.with_suffix(".new")
         private.unlink(missing_ok=True)
         descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -49,20 +47,3 @@ class Credentials:
             json.dump({"url": self.url, "users": {role: login.password for role, login in self.roles.items()}}, file)
         private.replace(path)
         return path
-
-
-def load(state_dir: Path) -> Credentials:
-    """What `kvrelay up` wrote. Raises Misconfigured if nothing runs with this state directory or if it is not ours."""
-    path = state_dir / FILE_NAME
-    try:
-        stored = json.loads(path.read_text())
-        return Credentials(stored["url"], {user: Login(user, password) for user, password in stored["users"].items()})
-    except FileNotFoundError:
-        raise Misconfigured(
-            f"no pipeline runs with the state directory {state_dir}; start one with `kvrelay up`, "
-            "or point to it with --state-dir or --nats-url"
-        ) from None
-    except PermissionError:
-        raise Misconfigured(f"{path} belongs to another user; ask them for a NATS URL with credentials") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Misconfigured(f"{path} is damaged ({error}); restart `kvrelay up`") from None

@@ -17,6 +17,9 @@ from typing import Any
 import httpx
 import nats
 from nats.aio.client import Client
+
+from shared import settings
+from shared.pool.shm import directory, pool_path
 from shared.wire import decode, encode
 
 START_LIMIT_S = 120
@@ -92,10 +95,9 @@ class Pipeline:
 
     def credentials(self, role: str) -> tuple[str, str]:
         """User and password of a role of the embedded NATS server."""
-        from infra.nats.credentials import load
-
-        found = load(self.state).roles[role]
-        return found.user, found.password
+        access = settings.connection(settings.CommonSettings(state_dir=self.state), role)
+        assert access.user is not None and access.password is not None
+        return access.user, access.password
 
     @contextlib.asynccontextmanager
     async def nats(self, role: str = "client") -> AsyncIterator[Client]:
@@ -112,7 +114,6 @@ class Pipeline:
 @contextlib.contextmanager
 def pipeline(state: Path, *options: str) -> Iterator[Pipeline]:
     """Starts, yields and stops a pipeline; it must stop cleanly and leave no process and no shared memory behind."""
-    shm_before = set(os.listdir("/dev/shm"))
     running = Pipeline(state, options)
     pids: list[int] = []
     try:
@@ -122,7 +123,7 @@ def pipeline(state: Path, *options: str) -> Iterator[Pipeline]:
         code = running.stop()
     assert code == 0, running.log.read_text()[-4000:]
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "an actor outlived kvrelay up"
-    assert set(os.listdir("/dev/shm")) <= shm_before, "shared memory was left behind"
+    assert not list(directory().glob(f"{pool_path('', state).name}*")), "shared memory was left behind"
 
 
 async def stream(client: Client, body: dict[str, Any], *, timeout_s: float = 120) -> AsyncIterator[dict[str, Any]]:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import uuid
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.cli import console
+from services.cli import console, state_dir
 from services.cli.connection import JsonOption, NamespaceOption, NatsUrlOption, StateDirOption, Where, connected, run
+from shared.errors import Unavailable
+
+if TYPE_CHECKING:
+    from shared.bus import Bus
+    from shared.messages import Generate
 
 app = typer.Typer(add_completion=False)
 NO_LIMIT_S = 86_400.0
+RESTART_LIMIT_S = 10.0
+RETRY_S = 0.1
+
+
+class Interrupted(Unavailable):
+    """The answer broke off after some of it was shown: trying again would show that part twice."""
 
 
 @app.command()
@@ -34,7 +47,7 @@ def generate(
     timeout: Annotated[float | None, typer.Option(min=0.001, help="Give up after this many seconds.")] = None,
     stream: Annotated[bool | None, typer.Option("--stream/--no-stream", help="Show the text as it comes.")] = None,
     as_json: JsonOption = False,
-    state_dir: StateDirOption = None,
+    state: StateDirOption = None,
     nats_url: NatsUrlOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
@@ -65,7 +78,7 @@ def generate(
         "timeout_s": timeout,
     }
     show = (stream if stream is not None else not as_json) and not as_json
-    answer = run(_ask(request, stream is not False, show, Where(state_dir, nats_url, namespace)))
+    answer = run(_ask(request, stream is not False, show, Where(state, nats_url, namespace)))
     if as_json:
         console.print_json(answer)
     elif not show:
@@ -77,10 +90,26 @@ def generate(
 
 
 async def _ask(request: dict[str, Any], stream: bool, show: bool, where: Where) -> dict[str, Any]:
-    """The whole answer; with `show`, its text is printed as it comes."""
-    import asyncio
-    import uuid
+    """The whole answer; with `show`, its text is printed as it comes.
 
+    A gateway that is just being restarted is waited for, if this pipeline's supervisor is there to do it.
+    """
+    settings = where.settings()
+    supervised = settings.nats_url is None and bool(state_dir.running(settings.state_dir))
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + (RESTART_LIMIT_S if supervised else 0.0)
+    async with connected("client", where) as bus:
+        while True:
+            try:
+                return await _once(bus, request, stream, show)
+            except Unavailable as error:
+                if isinstance(error, Interrupted) or loop.time() > give_up:
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+
+async def _once(bus: Bus, request: dict[str, Any], stream: bool, show: bool) -> dict[str, Any]:
+    """One attempt under a request id of its own. When it is cancelled, the gateway is told."""
     from pydantic import ValidationError
 
     from shared.errors import BadRequest, KvrelayError
@@ -92,40 +121,41 @@ async def _ask(request: dict[str, Any], stream: bool, show: bool, where: Where) 
     except ValidationError as error:
         first = error.errors()[0]
         raise BadRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    limit_s = message.timeout_s or NO_LIMIT_S
-    async with connected("client", where) as bus:
+    try:
+        if stream:
+            return await _collect(bus, message, show)
+        limit_s = message.timeout_s or NO_LIMIT_S
+        whole = await bus.request("gateway.generate", message, Generated, timeout_s=limit_s, watched=True)
+        return whole.model_dump(exclude_none=True)
+    except asyncio.CancelledError:
         try:
-            if stream:
-                answer = await _collect(bus, message, show)
-            else:
-                whole = await bus.request("gateway.generate", message, Generated, timeout_s=limit_s, watched=True)
-                answer = whole.model_dump(exclude_none=True)
-        except asyncio.CancelledError:
-            try:
-                await bus.request("gateway.cancel", Cancel(request_id=request_id), CancelResult, timeout_s=2)
-            except KvrelayError as error:
-                console.complain(f"the request may still be running: {error.text}")
-            raise
-    return answer
+            await bus.request("gateway.cancel", Cancel(request_id=request_id), CancelResult, timeout_s=2)
+        except KvrelayError as error:
+            console.complain(f"the request may still be running: {error.text}")
+        raise
 
 
-async def _collect(bus: Any, message: Any, show: bool) -> dict[str, Any]:
-    """The events of a stream as one answer."""
-    from shared.errors import Unavailable
+async def _collect(bus: Bus, message: Generate, show: bool) -> dict[str, Any]:
+    """The events of a stream as one answer. Raises Interrupted if it breaks off after its beginning."""
     from shared.messages import Generated
 
     text: list[str] = []
     token_ids: list[int] = []
     last: Generated | None = None
-    async with aclosing(bus.stream("gateway.generate", message, Generated)) as events:
-        async for event in events:
-            text.append(event.text)
-            token_ids += event.token_ids
-            last = event
-            if show:
-                _write(event.text)
+    try:
+        async with aclosing(bus.stream("gateway.generate", message, Generated)) as events:
+            async for event in events:
+                text.append(event.text)
+                token_ids += event.token_ids
+                last = event
+                if show:
+                    _write(event.text)
+    except Unavailable as error:
+        if last is None:
+            raise
+        raise Interrupted(error.text) from None
     if last is None or last.finish_reason is None:
-        raise Unavailable("the stream ended before the answer did")
+        raise Interrupted("the stream ended before the answer did")
     return {**last.model_dump(exclude_none=True), "text": "".join(text), "token_ids": token_ids}
 
 

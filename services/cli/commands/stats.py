@@ -107,22 +107,12 @@ def _show(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     pools = Table(title="pools", title_justify="left")
-    states = ("total", "free", "filling", "active", "cached", "quarantined")
-    for heading in ("pool", *states):
-        pools.add_column(heading, justify="left" if heading == "pool" else "right")
-    for heading in ("memory", "K/V", "tails free", "leases", "hit rate"):
-        pools.add_column(heading, justify="right")
-    for name, pool in found["pools"].items():
-        hit_rate = f"{pool['hit_tokens'] / pool['prompt_tokens']:.0%}" if pool["prompt_tokens"] else "–"
-        pools.add_row(
-            name,
-            *(str(pool[state]) for state in states),
-            f"{console.size(pool['bytes_used'])} of {console.size(pool['bytes_total'])}",
-            f"{pool['k_format']}/{pool['v_format']}",
-            f"{pool['tails_free']} of {pool['tails_total']}",
-            str(pool["leases"]),
-            hit_rate,
-        )
+    pools.add_column("")
+    for name in found["pools"]:
+        pools.add_column(name, justify="right")
+    columns = [_pool_column(pool) for pool in found["pools"].values()]
+    for heading in columns[0] if columns else ():
+        pools.add_row(heading, *(column[heading] for column in columns))
     actors = Table(title="actors", title_justify="left")
     for heading in ("actor", "instance", "pid", "health"):
         actors.add_column(heading)
@@ -132,3 +122,18 @@ def _show(found: dict[str, Any]) -> None:
         actors.add_row(row["name"], row["instance"] or "–", str(row["pid"] or "–"), health)
     console.out().print(pools)
     console.out().print(actors)
+
+
+def _pool_column(pool: dict[str, Any]) -> dict[str, str]:
+    """What the table shows of a pool, from top to bottom."""
+    states = ("total", "free", "filling", "active", "cached", "quarantined", "pinned")
+    return {
+        **{name: str(pool[name]) for name in states},
+        "memory": f"{console.size(pool['bytes_used'])} of {console.size(pool['bytes_total'])}",
+        "K / V format": f"{pool['k_format']} / {pool['v_format']}",
+        "tails free": f"{pool['tails_free']} of {pool['tails_total']}",
+        "leases": str(pool["leases"]),
+        "prompt tokens": str(pool["prompt_tokens"]),
+        "found cached": f"{pool['hit_tokens'] / max(1, pool['prompt_tokens']):.0%}",
+        "evictions": str(pool["evictions"]),
+    }

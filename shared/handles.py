@@ -19,7 +19,7 @@ class BlockHandle(NamedTuple):
 
     pool: str
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody wants of a handle
     generation: int
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from infra.nats.server import NatsServer
-from shared import errors
+from shared import errors, wire
 from shared.actor import Actor, Call, handles
 from shared.bus import Bus
 from shared.messages import Empty, Heartbeat
@@ -23,7 +23,6 @@ from tests.conftest import Connect
 from tests.support.actors import Ask, running
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import until
-from shared import wire
 
 
 class Worker(Actor):
@@ -130,11 +129,10 @@ async def test_drain_answers_what_was_accepted_and_refuses_the_rest(connect: Con
     worker = Worker(await connect(), CommonSettings())
     await worker.start()
     accepted = [
-        asyncio.create_task(client.request("worker.work", Ask(count=number), Ask, timeout_s=20))
-        for number in range(40)
+        asyncio.create_task(client.request("worker.work", Ask(count=number), Ask, timeout_s=20)) for number in range(40)
     ]
     await client.request("worker.accept", Ask(), Ask, timeout_s=2)
-    await until(lambda: len(worker._inflight) == 40)
+    await until(lambda: len(worker.serving.inflight) == 40)
     draining = asyncio.create_task(worker.drain())
     await until(lambda: worker.draining)
     with pytest.raises(errors.Unavailable):
@@ -157,7 +155,7 @@ async def test_what_does_not_finish_in_time_gets_an_error(connect: Connect) -> N
     worker = Worker(await connect(), CommonSettings(drain_timeout_s=0.2))
     await worker.start()
     asking = asyncio.create_task(client.request("worker.work", Ask(), Ask, timeout_s=20))
-    await until(lambda: worker._inflight)
+    await until(lambda: worker.serving.inflight)
     await worker.drain()
     with pytest.raises(errors.Unavailable, match="is stopping"):
         await asking

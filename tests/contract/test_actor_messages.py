@@ -185,7 +185,7 @@ async def test_ill_typed_and_malformed_bodies_are_refused_counted_and_do_no_harm
                 delays.append(time.monotonic() - began)
                 assert (await refused).headers["Nats-Service-Error-Code"] == "400"
             assert min(delays) < 0.1
-        with pytest.raises(errors.BadRequest, match="^text: "):
+        with pytest.raises(errors.BadRequest, match=r"^text: "):
             await client.request("probe.echo", Wrong(text=5), Ask, timeout_s=2)
         stats = json.loads((await nc.request(f"$SRV.STATS.probe.{probe.instance}", b"", timeout=5)).data)
         echo = next(endpoint for endpoint in stats["endpoints"] if endpoint["name"] == "echo")

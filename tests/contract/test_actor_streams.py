@@ -130,7 +130,7 @@ async def test_leaving_the_loop_ends_the_work_and_leaves_no_subscription(connect
             break
         await until(lambda: source.events == ["ended left gone=True"], 1)
         await until(lambda: len(client.connection.client._subs) == before, 1)
-        assert not source._inflight and not source.bus._inbox._watches
+        assert not source.serving.inflight and not source.bus._inbox._watches
 
 
 async def test_a_consumer_that_leaves_in_silence_is_noticed_by_keepalives(connect: Connect) -> None:

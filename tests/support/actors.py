@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from shared.actor import Actor
 from shared.bus import Bus
 from shared.messages import Message
-from shared.settings import CommonSettings
 
 A = TypeVar("A", bound=Actor)
 

@@ -15,7 +15,7 @@ from shared.settings import BlockManagerSettings, CommonSettings, DecodeSettings
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "kvrelay.toml"
-    path.write_text('max_num_seqs = 4\nhttp_port = 1\n[prefill]\nthreads = 3\n[decode]\nmax_num_seqs = 9\n')
+    path.write_text("max_num_seqs = 4\nhttp_port = 1\n[prefill]\nthreads = 3\n[decode]\nmax_num_seqs = 9\n")
     return path
 
 
@@ -67,7 +67,9 @@ def test_a_typo_in_the_file_is_not_ignored(config: Path) -> None:
 def test_settings_are_frozen_and_hide_the_password() -> None:
     found = load(CommonSettings, {"nats_password": "hunter2"}, {})
     assert "hunter2" not in repr(found)
-    assert "hunter2" not in repr(settings.connection(load(CommonSettings, {"nats_url": "x", "nats_password": "hunter2"}, {}), "gateway"))
+    assert "hunter2" not in repr(
+        settings.connection(load(CommonSettings, {"nats_url": "x", "nats_password": "hunter2"}, {}), "gateway")
+    )
     with pytest.raises(ValueError, match="frozen"):
         found.namespace = "other"  # type: ignore[misc]
 

@@ -1,0 +1,206 @@
+"""The connection: wrong ones fail at once, forbidden subjects are known, lost ones come back, nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.nats.server import NatsServer
+from shared import errors
+from shared.actor import Actor, Call, handles
+from shared.bus import Bus
+from shared.messages import Empty
+from shared.settings import CommonSettings
+from tests.support.actors import Ask, running
+from tests.support.waiting import until
+
+
+async def connect(server: NatsServer, role: str = "admin", password: str | None = None) -> Bus:
+    login = server.credentials.roles[role]
+    return await Bus.connect(server.url, user=role, password=password or login.password, name=role)
+
+
+class Gateway(Actor):
+    name = "gateway"
+
+    @handles("generate", Ask)
+    async def generate(self, message: Ask, call: Call) -> Ask:
+        await asyncio.sleep(message.count / 1000)
+        return message
+
+    @handles("ticks", Ask)
+    async def ticks(self, message: Ask, call: Call):  # type: ignore[no-untyped-def]
+        while True:
+            yield message
+            await asyncio.sleep(0.01)
+
+
+class Prefill(Actor):
+    name = "prefill"
+
+
+async def test_wrong_credentials_fail_at_once(nats_server: NatsServer) -> None:
+    began = time.monotonic()
+    with pytest.raises(errors.Unauthorized, match="refused the credentials") as caught:
+        await connect(nats_server, password="guess")
+    assert "guess" not in str(caught.value)
+    assert time.monotonic() - began < 2
+
+
+async def test_an_unreachable_server_is_unavailable_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(errors.Unavailable, match=f"cannot reach NATS at nats://127.0.0.1:{port}"):
+        await Bus.connect(f"nats://user:hunter2@127.0.0.1:{port}")
+    assert time.monotonic() - began < 2
+
+
+async def test_something_that_is_not_nats_is_unavailable() -> None:
+    async def mute(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(5)
+        writer.close()
+
+    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(errors.Unavailable):
+        await Bus.connect(f"nats://127.0.0.1:{port}", timeout_s=0.5)
+    server.close()
+
+
+async def test_a_forbidden_subscription_is_refused(nats_server: NatsServer) -> None:
+    bus = await connect(nats_server, "client")
+
+    async def ignore(_: object) -> None: ...
+
+    with pytest.raises(errors.Unauthorized, match=r"subscription to kvrelay\.gateway\.generate"):
+        await bus.subscribe("gateway.generate", ignore)
+    await bus.close()
+
+
+async def test_an_actor_with_the_wrong_role_does_not_start(nats_server: NatsServer) -> None:
+    bus = await connect(nats_server, "decode")
+    with pytest.raises(errors.Unauthorized, match=r"kvrelay\.gateway\."):
+        await Gateway(bus, CommonSettings()).start()
+    await bus.close()
+
+
+async def test_a_forbidden_request_fails_at_once_and_unreadies_the_actor(nats_server: NatsServer) -> None:
+    bus = await connect(nats_server, "gateway")
+    async with running(Gateway, bus) as gateway:
+        assert gateway.reason == ""
+        began = time.monotonic()
+        with pytest.raises(errors.Unauthorized, match=r"publish to kvrelay\.offload\.copy"):
+            await bus.request("offload.copy", Ask(), Ask, timeout_s=20)
+        assert time.monotonic() - began < 1
+        assert "forbids" in gateway.reason
+    await bus.close()
+
+
+async def test_a_forbidden_publish_unreadies_the_actor(nats_server: NatsServer) -> None:
+    bus = await connect(nats_server, "prefill")
+    async with running(Prefill, bus) as prefill:
+        await bus.publish("offload.copy", Ask())
+        await until(lambda: "forbids" in prefill.reason)
+    await bus.close()
+
+
+async def test_a_forbidden_stream_fails_at_once(nats_server: NatsServer) -> None:
+    bus = await connect(nats_server, "client")
+    with pytest.raises(errors.Unauthorized):
+        await anext(bus.stream("offload.copy", Ask(), Ask))
+    await bus.close()
+
+
+async def test_what_is_in_flight_when_the_server_dies_gets_typed_errors(own_nats_server: NatsServer) -> None:
+    client, bus = await connect(own_nats_server), await connect(own_nats_server, "gateway")
+    async with running(Gateway, bus, drain_timeout_s=1):
+        slow = Ask(count=60_000)
+        asked = [
+            asyncio.create_task(
+                client.request("gateway.generate", slow, Ask, timeout_s=90, watched=watched)
+            )
+            for watched in (False, True)
+        ]
+        stream = client.stream("gateway.ticks", Ask(), Ask)
+        await anext(stream)
+        own_nats_server.process.kill()
+        began = time.monotonic()
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        with pytest.raises(errors.Unavailable):
+            async for _ in stream:
+                pass
+        assert all(isinstance(result, errors.Unavailable) for result in results)
+        assert time.monotonic() - began < 2
+        with pytest.raises(errors.Unavailable, match="down"):
+            await client.publish("gateway.generate", Ask())
+        with pytest.raises(errors.Unavailable, match="down for"):
+            await client.request("gateway.generate", Ask(), Ask, timeout_s=0.2)
+    await client.close()
+    await bus.close()
+
+
+async def test_both_sides_come_back_with_the_server(own_nats_server: NatsServer) -> None:
+    client, bus = await connect(own_nats_server), await connect(own_nats_server, "gateway")
+    async with running(Gateway, bus) as gateway:
+        for _ in range(2):
+            await own_nats_server.stop()
+            await until(lambda: not client.up and not bus.up)
+            asking = asyncio.create_task(client.request("gateway.generate", Ask(text="waited"), Ask, timeout_s=20))
+            await asyncio.sleep(0.3)
+            await own_nats_server.start()
+            while True:
+                try:
+                    assert (await asking).text == "waited"
+                    break
+                except errors.Unavailable:  # the client was back before the actor
+                    asking = asyncio.create_task(
+                        client.request("gateway.generate", Ask(text="waited"), Ask, timeout_s=20)
+                    )
+            got = [item async for item in _first(client, 3)]
+            assert len(got) == 3
+            await until(lambda: not gateway.serving.inflight, 3)
+    await client.close()
+    await bus.close()
+
+
+async def _first(client: Bus, count: int):  # type: ignore[no-untyped-def]
+    async for item in client.stream("gateway.ticks", Ask(), Ask):
+        yield item
+        count -= 1
+        if not count:
+            return
+
+
+async def test_credentials_that_change_while_it_is_away_end_it(own_nats_server: NatsServer, tmp_path: Path) -> None:
+    bus = await connect(own_nats_server, "gateway")
+    port = int(own_nats_server.url.rpartition(":")[2])
+    await own_nats_server.stop()
+    other = NatsServer(tmp_path / "other", port=port)
+    await other.start()
+    await asyncio.wait_for(bus.connection.closed.wait(), 5)
+    assert isinstance(bus.connection.failure, errors.Unauthorized)
+    with pytest.raises(errors.KvrelayError):
+        await bus.request("prefill.run", Empty(), Empty, timeout_s=1)
+    await bus.close()
+    await other.stop()
+
+
+async def test_closing_fails_what_waits_and_is_harmless_twice(nats_server: NatsServer) -> None:
+    client, bus = await connect(nats_server), await connect(nats_server)
+
+    async def mute(_: object) -> None: ...
+
+    await bus.subscribe("test.mute", mute)
+    asking = asyncio.create_task(client.request("test.mute", Ask(), Ask, timeout_s=20))
+    await asyncio.sleep(0.05)
+    await client.close()
+    with pytest.raises(errors.Unavailable, match="stopping"):
+        await asking
+    await client.close()
+    await bus.close()

@@ -10,6 +10,8 @@ partial results are merged by their log-sum-exp. Lengths are read on the device 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -22,9 +24,22 @@ from kernels.triton._launch import INTERPRETED, multiprocessors
 from kernels.triton._tiles import scores, weighted
 from kernels.triton.merge import merge_splits
 
-LOG2E = 1.4426950408889634
-TOKENS = 64
-"""Keys of one tile."""
+
+@dataclass(frozen=True)
+class TileShape:
+    """Query rows and keys of one tile, and how the compiler should spread it."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+def tile_shape(group: int, max_query: int, head_dim: int) -> TileShape:
+    """Tensor cores want at least 16 rows; wide heads get fewer keys a tile, so that nothing spills."""
+    least = 16 if max_query == 1 else 64
+    rows = max(least, 1 << (group - 1).bit_length())
+    return TileShape(rows, tokens=64 if head_dim <= 128 else 32, warps=4 if max_query == 1 else 8, stages=2)
 
 
 @triton.jit
@@ -129,7 +144,9 @@ def attend_kernel(
                 own = page + tl.arange(0, tile_pages)
                 target = page_lse + sequence * lse_row + (q_heads * lse_head)[:, None] + own[None, :]
                 # natural logarithm for the caller
-                tl.store(target, (safe + tl.log2(page_sum)) * 0.6931471805599453, mask=live[:, None] & (own < high)[None, :])
+                tl.store(
+                    target, (safe + tl.log2(page_sum)) * 0.6931471805599453, mask=live[:, None] & (own < high)[None, :]
+                )
             m, l, acc, p = _fold(x, m, l, acc)
             acc = weighted(p, acc, base, head, slot, valid, v_scale, V_CODE, V_GRAIN, V_RAW, V_CODES, V_SCALES, HEAD_DIM,
                            DIM_PAD, BLOCK_SIZE, HALF_GROUPS, V_DOT)  # fmt: skip
@@ -139,7 +156,9 @@ def attend_kernel(
             valid = t < filled
             start = tails + tl.load(tail_slots + sequence).to(tl.int64) * TAIL_BYTES + tail_offset
             typed = start.to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
-            k_tail = tl.load(typed + t[None, :] * HEAD_DIM + d[:, None], mask=inside_d[:, None] & valid[None, :], other=0.0)
+            k_tail = tl.load(
+                typed + t[None, :] * HEAD_DIM + d[:, None], mask=inside_d[:, None] & valid[None, :], other=0.0
+            )
             raw = tl.dot(q_tile.to(TAIL_DOT), k_tail.to(TAIL_DOT), input_precision="ieee")
             x = _logits(raw, scale, softcap, SOFTCAP)
             seen = valid[None, :] & live[:, None]
@@ -150,7 +169,9 @@ def attend_kernel(
                 seen &= key[None, :] > (position - window)[:, None]
             m, l, acc, p = _fold(tl.where(seen, x, float("-inf")), m, l, acc)
             typed = (start + TAIL_V).to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
-            v_tail = tl.load(typed + t[:, None] * HEAD_DIM + d[None, :], mask=valid[:, None] & inside_d[None, :], other=0.0)
+            v_tail = tl.load(
+                typed + t[:, None] * HEAD_DIM + d[None, :], mask=valid[:, None] & inside_d[None, :], other=0.0
+            )
             acc = tl.dot(p.to(TAIL_DOT), v_tail.to(TAIL_DOT), acc=acc, input_precision="ieee")
 
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
@@ -190,12 +211,10 @@ def attend(
     rows, q_heads, _ = q.shape
     group = q_heads // layout.kv_heads
     causal = batch.max_query > 1
-    block_m = 16 * -(-group // 16) if not causal else max(64, 16 * -(-group // 16))
-    block_m = 1 << (block_m - 1).bit_length()
-    block_n = TOKENS if layout.head_dim <= 128 else TOKENS // 2
-    tiles = -(-batch.max_query // (block_m // group))
+    shape = tile_shape(group, batch.max_query, layout.head_dim)
+    tiles = -(-batch.max_query // (shape.rows // group))
     programs = tiles * len(batch) * layout.kv_heads
-    splits = splits or _splits(programs, batch.max_pages * layout.block_size, block_n, q.device)
+    splits = splits or _splits(programs, batch.max_pages * layout.block_size, shape.tokens, q.device)
     part = lse = out
     if splits > 1:
         part = torch.empty((rows, q_heads, splits, layout.head_dim), dtype=torch.float32, device=q.device)
@@ -217,17 +236,17 @@ def attend(
         layer, place.offset, place.tail_k, scale, softcap, window,
         **constants(layout, place),
         TAIL_BYTES=layout.tail_bytes, TAIL_V=place.tail_v - place.tail_k, TAIL_RAW=RAW_TYPES[layout.tail_format],
-        GROUP=group, BLOCK_M=block_m, BLOCK_N=block_n, SPLITS=splits,
+        GROUP=group, BLOCK_M=shape.rows, BLOCK_N=shape.tokens, SPLITS=splits,
         K_DOT=dot_type(k_side, tail_type, INTERPRETED), V_DOT=dot_type(v_side, tail_type, INTERPRETED),
         TAIL_DOT=tail_dot, CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0, PAGE_LSE=page_lse is not None,
-        num_warps=4, num_stages=2, enable_fp_fusion=False,
+        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         merge_splits(part, lse, out)
     return out
 
 
-def _splits(programs: int, keys: int, block_n: int, device: torch.device) -> int:
+def _splits(programs: int, keys: int, tile: int, device: torch.device) -> int:
     """Shares per sequence: about two programs a multiprocessor, no share below four tiles, a power of two up to 64."""
-    wanted = min(2 * multiprocessors(device) // max(programs, 1), keys // (4 * block_n), 64)
+    wanted = min(2 * multiprocessors(device) // max(programs, 1), keys // (4 * tile), 64)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

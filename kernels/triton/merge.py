@@ -28,7 +28,9 @@ def merge_kernel(
     weight = tl.exp2(weight - safe)
     # an empty part is never read: its bytes may be anything
     inside = (s < PARTS)[:, None] & (weight > 0.0)[:, None] & (d < HEAD_DIM)[None, :]
-    value = tl.load(part + row * part_row + (s * part_split)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(part + row * part_row + (s * part_split)[:, None] + d[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     total = tl.sum(weight, axis=0)
     result = tl.sum(value * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * out_row + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)

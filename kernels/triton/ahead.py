@@ -1,0 +1,116 @@
+"""Compiling the kernels for GPUs that are not there, and reading what they will need: registers, spills, shared memory."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.layout import PageLayout
+from kernels.triton import attend, merge, seal
+from kernels.triton._formats import RAW_TYPES, constants, dot_type, side
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Largest shared memory of one block in bytes, by compute capability (CUDA programming guide)."""
+_TYPE_NAMES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+_POINTERS = {"out": "compute", "q": "compute", "k": "compute", "v": "compute", "part": "fp32", "lse": "fp32",
+             "page_lse": "fp32", "scales": "fp32", "merged_lse": "fp32", "pages": "u8", "tails": "u8"}  # fmt: skip
+_FLOATS = ("scale", "softcap")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Per thread: registers, stack and local memory (spills) in bytes. Per block: static and dynamic shared memory."""
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+
+
+def attend_decode(layout: PageLayout, group: int, capability: int, *, layer: int = 0, splits: int = 8) -> Resources:
+    """The decode kernel for one layer's formats and `group` query heads a KV head."""
+    place = layout.layer(layer)
+    compute = RAW_TYPES[layout.tail_format]
+    torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[layout.tail_format]
+    shape = attend.tile_shape(group, 1, layout.head_dim)
+    fixed = {
+        **constants(layout, place),
+        "TAIL_BYTES": layout.tail_bytes,
+        "TAIL_V": place.tail_v - place.tail_k,
+        "TAIL_RAW": compute,
+        "GROUP": group,
+        "BLOCK_M": shape.rows,
+        "BLOCK_N": shape.tokens,
+        "SPLITS": splits,
+        "K_DOT": dot_type(side(place.k_format, keys=True), torch_type, interpreted=False),
+        "V_DOT": dot_type(side(place.v_format, keys=False), torch_type, interpreted=False),
+        "TAIL_DOT": compute,
+        "CAUSAL": False,
+        "WINDOW": False,
+        "SOFTCAP": False,
+        "PAGE_LSE": False,
+    }
+    return resources(attend.attend_kernel, layout.tail_format, fixed, capability, shape.warps, shape.stages)
+
+
+def sealing(layout: PageLayout, capability: int, *, layer: int = 0) -> Resources:
+    """The seal kernel for one layer's formats."""
+    return resources(seal.seal_kernel, layout.tail_format, constants(layout, layout.layer(layer)), capability, 4, 1)
+
+
+def merging(head_dim: int, splits: int, compute: str, capability: int) -> Resources:
+    """The kernel that merges `splits` partial results."""
+    fixed = {
+        "PARTS": splits,
+        "PARTS_PAD": 1 << (splits - 1).bit_length(),
+        "HEAD_DIM": head_dim,
+        "DIM_PAD": 1 << (head_dim - 1).bit_length(),
+        "BASE2": True,
+        "KEEP_LSE": False,
+    }
+    return resources(merge.merge_kernel, compute, fixed, capability, 4, 1)
+
+
+def resources(kernel: Any, compute: str, fixed: dict[str, Any], capability: int, warps: int, stages: int) -> Resources:
+    """Compiles `kernel` for sm_<capability> with the constants `fixed` and reads the binary's own figures."""
+    names = [name for name in kernel.arg_names if name not in fixed]
+    signature = {name: _type_of(name, compute) for name in names} | dict.fromkeys(fixed, "constexpr")
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    aligned = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in names if ordered[n].startswith("*")}
+    source = ASTSource(kernel, ordered, constexprs=fixed, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    usage = _resource_usage(compiled.asm["cubin"])
+    return Resources(usage["REG"], usage["STACK"], usage["LOCAL"], max(usage["SHARED"], compiled.metadata.shared))
+
+
+def _type_of(name: str, compute: str) -> str:
+    kind = _POINTERS.get(name)
+    if kind is not None:
+        return f"*{_TYPE_NAMES[compute] if kind == 'compute' else kind}"
+    if name in ("tables", "counts", "tail_slots", "tail_lengths", "query_starts", "block_ids"):
+        return "*i32"
+    return "fp32" if name in _FLOATS else "i32"
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", done.stdout)}
+    if found.keys() != {"REG", "STACK", "SHARED", "LOCAL"}:
+        raise RuntimeError(f"cuobjdump said nothing about resources: {done.stdout!r} {done.stderr!r}")
+    return found

@@ -14,7 +14,6 @@ Rules (each has a test of its own in tests/unit/block_manager):
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Final
@@ -26,22 +25,13 @@ from services.block_manager.hits import HitCounter
 from services.block_manager.holds import Holds
 from services.block_manager.leases import Extension, LeaseRecord
 from services.block_manager.pages import SEALED, Pages
+from services.block_manager.reserve import base_reserve, longest
 from services.block_manager.tails import Tails
 from shared.errors import BadRequest, Busy, Conflict, Stale, TooLarge
 from shared.handles import BlockTable, TailHandle, pack_u32
 
 LEASE_S: Final = 9.0
 BUSY_RETRY_S: Final = 0.05
-
-
-def base_reserve(blocks: int) -> int:
-    """Pages that admission always leaves free: 1 % of the pool, at least 2."""
-    return max(2, math.ceil(blocks / 100))
-
-
-def longest(blocks: int, block_size: int) -> int:
-    """Tokens of the longest sequence a pool of `blocks` pages can always finish; 0 if it is too small for any."""
-    return max(0, blocks - base_reserve(blocks)) * block_size
 
 
 class Ledger:

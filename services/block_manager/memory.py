@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from services.block_manager.ledger import Ledger, longest
+from services.block_manager.ledger import Ledger
 from services.block_manager.node import Node
+from services.block_manager.reserve import longest
 from services.block_manager.sizing import blocks_of, tails_of
 from shared.errors import Misconfigured
 from shared.handles import Layout

@@ -34,6 +34,7 @@ VERSION: Final = 1
 HEADER: Final = struct.Struct("<8sIIIIQQQ")
 EPOCH_AT: Final = 12
 PAGE: Final = 4096
+PATIENCE_S = 3.0
 
 
 def _round_up(value: int) -> int:
@@ -152,10 +153,10 @@ def _without_epoch(geometry: Geometry) -> bytes:
     return header[:EPOCH_AT] + header[EPOCH_AT + 4 :]
 
 
-def _retire(path: Path, patience_s: float = 3.0) -> None:
+def _retire(path: Path) -> None:
     """Ends an earlier incarnation found under `path`, and removes files of owners that died while creating one.
 
-    A predecessor that is still dying (unmapping a large pool takes a while) gets `patience_s` to let go of its lock.
+    A predecessor that is still dying (unmapping a large pool takes a while) gets `PATIENCE_S` to let go of its lock.
     """
     for leftover in path.parent.glob(f"{path.name}.*"):
         _remove_unlocked(leftover)
@@ -166,7 +167,7 @@ def _retire(path: Path, patience_s: float = 3.0) -> None:
     except OSError as error:
         raise Misconfigured(f"cannot open {path}: {error.strerror}; remove it or set KVRELAY_SHM_DIR") from error
     try:
-        give_up = time.monotonic() + patience_s
+        give_up = time.monotonic() + PATIENCE_S
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

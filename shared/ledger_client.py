@@ -21,6 +21,7 @@ log = logs.get()
 TIMEOUT_S = 3.0
 STARVED_RETRY_S = 0.05
 UNANSWERED_RETRY_S = 0.25
+RELEASE_LIMIT_S = 10.0
 MAX_ITEMS = 512  # per message, far below the bus's size limit
 
 Reply = TypeVar("Reply", bound=Message)
@@ -46,7 +47,7 @@ class LedgerClient:
         self._commits: list[CommitItem] = []
         self._extends: dict[int, int] = {}
         self._starved: dict[int, int] = {}
-        self._releases: list[int] = []
+        self._releases: dict[int, float] = {}
         self._due = asyncio.Event()
         self._settled = asyncio.Condition()
         self._issued = 0
@@ -64,10 +65,10 @@ class LedgerClient:
         self._wake()
 
     def release(self, lease: int) -> None:
-        """Give everything under the lease back."""
+        """Give everything under the lease back. Asked again while unanswered, until the lease has run out anyway."""
         self._extends.pop(lease, None)
         self._starved.pop(lease, None)
-        self._releases.append(lease)
+        self._releases[lease] = asyncio.get_running_loop().time() + RELEASE_LIMIT_S
         self._wake()
 
     def forget(self, lease: int) -> None:
@@ -110,14 +111,20 @@ class LedgerClient:
     async def _round(self) -> None:
         commits, self._commits = self._commits, []
         extends, self._extends = self._extends, {}
-        releases, self._releases = self._releases, []
+        releases, self._releases = self._releases, {}
         for at in range(0, len(commits), MAX_ITEMS):
             done = await self._ask("commit", Commit(holder=self._holder, items=commits[at : at + MAX_ITEMS]), Renewed)
             self._lost(done.lost if done is not None else [])
         if extends:
             await self._extend(extends, set(releases))
-        for at in range(0, len(releases), MAX_ITEMS):
-            await self._ask("release", Release(holder=self._holder, leases=releases[at : at + MAX_ITEMS]), Empty)
+        leases = list(releases)
+        for at in range(0, len(leases), MAX_ITEMS):
+            some = leases[at : at + MAX_ITEMS]
+            if await self._ask("release", Release(holder=self._holder, leases=some), Empty) is None:
+                now = asyncio.get_running_loop().time()
+                self._releases |= {lease: releases[lease] for lease in some if releases[lease] > now}
+        if self._releases:
+            self._again(UNANSWERED_RETRY_S)
 
     async def _extend(self, extends: dict[int, int], releasing: set[int]) -> None:
         items = [ExtendItem(lease=lease, pages=pages) for lease, pages in extends.items() if lease not in releasing]
@@ -146,12 +153,18 @@ class LedgerClient:
     def _starve(self, refused: dict[int, int], retry_s: float) -> None:
         dropped = set(self._releases)
         self._starved.update({lease: pages for lease, pages in refused.items() if lease not in dropped})
-        if self._starved and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(retry_s, self._retry)
+        if self._starved:
+            self._again(retry_s)
+
+    def _again(self, wait_s: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._retry)
 
     def _retry(self) -> None:
         self._timer = None
         self.poke()
+        if self._releases:
+            self._wake()
 
     async def _ask(self, verb: str, message: Message, reply: type[Reply]) -> Reply | None:
         try:

@@ -6,7 +6,9 @@ import asyncio
 from abc import abstractmethod
 from typing import ClassVar, Protocol
 
-from shared import errors
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from shared import errors, telemetry
 from shared.actor import Actor
 from shared.call import Call
 from shared.compute_environment import usable_cores
@@ -52,6 +54,10 @@ class Worker(Actor):
     def end_leases(self, leases: list[int], error: errors.KvrelayError) -> None:
         """Stop what runs under these leases; the pages are not ours any more, or must not be soon."""
 
+    @abstractmethod
+    def abandon(self, error: errors.KvrelayError) -> None:
+        """The compute thread has died: end everything with `error`, without waiting for it."""
+
     def on_grant(self, lease: int, pages: list[tuple[int, int]]) -> None:
         """Pages that were asked for with `ledger.extend`, as (index, generation)."""
 
@@ -88,6 +94,17 @@ class Worker(Actor):
 
     def unready(self) -> str:
         return "" if self.pool.description is not None else "waiting for the block manager"
+
+    def require(self) -> PoolDescription:
+        """The pool to work in; raises Unavailable while there is none, at stop, and after a failure."""
+        if self.draining or self.failure is not None:
+            raise errors.Unavailable(f"{self.instance} is stopping")
+        return self.pool.require()
+
+    def start_span(self, name: str, call: Call) -> Span:
+        """A span below the request's own, for work that outlives its message; none outside of a trace."""
+        context = telemetry.request_context(call.context)
+        return telemetry.tracer().start_span(name, context) if telemetry.has_parent(context) else INVALID_SPAN
 
     @handles("preempt", Preempt, to="instance")
     def preempt(self, message: Preempt, call: Call) -> Empty:
@@ -128,6 +145,7 @@ class Worker(Actor):
     def _on_crash(self, error: BaseException) -> None:
         self.log.error("the compute thread failed", exc_info=error)
         self.failure = error
+        self.abandon(errors.Unavailable(f"{self.instance} failed"))
         self.failed.set()
 
 

@@ -136,16 +136,14 @@ class DecodeActor(Worker):
 
     async def _admit(self, message: StartDecode, key: Key, call: Call) -> None:
         """Adopts the lease and starts the sequence, or raises and leaves the lease where it was."""
-        work, description = message.work, self.pool.require()
-        if self.draining:
-            raise errors.Unavailable(f"{self.instance} is stopping")
+        work, description = message.work, self.require()
         if len(self._streams) >= self.settings.max_num_seqs:
             raise errors.Busy(f"{self.instance} runs {len(self._streams)} sequences already", retry_after_s=0.02)
         others = [stream for stream in self._streams.values() if stream.work.request_id == work.request_id]
         if any(stream.work.attempt > work.attempt for stream in others):
             raise errors.Conflict(f"a later attempt of {work.request_id} is running already")
         self._stop(others, errors.Cancelled("a later attempt has begun"))
-        span = telemetry.tracer().start_span(telemetry.DECODE_SEQUENCE, telemetry.request_context(call.context))
+        span = self.start_span(telemetry.DECODE_SEQUENCE, call)
         index = len(unpack_u32(work.tokens)) - work.prompt_tokens
         stream = self._streams[key] = Stream(work, index, self.clock.monotonic(), span)
         self._idle.clear()
@@ -154,7 +152,7 @@ class DecodeActor(Worker):
             lease = await self._adopt(message, stream)
             if stream.stop is not None:
                 raise stream.stop
-            if lease.table.epoch != self.pool.require().epoch or description.epoch != lease.table.epoch:
+            if lease.table.epoch != self.require().epoch or description.epoch != lease.table.epoch:
                 raise errors.Stale("the pool has just been created anew; recompute")
             vocab_size = self.files.config.vocab_size
             sequence = sequence_of(work, lease, self.layout.block_size, vocab_size, description.max_model_len)
@@ -244,6 +242,13 @@ class DecodeActor(Worker):
 
     def end_leases(self, leases: list[int], error: errors.KvrelayError) -> None:
         self._stop([stream for lease in leases if (stream := self._by_lease.get(lease)) is not None], error)
+
+    def abandon(self, error: errors.KvrelayError) -> None:
+        for stream in list(self._streams.values()):
+            if stream.key in self._admissions:
+                stream.stop = error
+            else:
+                self._fail(stream, error)
 
     def _fail(self, stream: Stream, error: errors.KvrelayError) -> None:
         self._post(stream, ended(stream.work, stream.index, error))

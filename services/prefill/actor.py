@@ -137,9 +137,7 @@ class PrefillActor(Worker):
 
     def _accept(self, work: Work) -> Job:
         """The job of a request that may be tried; raises what speaks against it."""
-        limit = self.pool.require().max_model_len
-        if self.draining:
-            raise errors.Unavailable(f"{self.instance} is stopping")
+        limit = self.require().max_model_len
         for other in [job for job in self._jobs.values() if job.work.request_id == work.request_id]:
             if other.work.attempt > work.attempt:
                 raise errors.Conflict(f"attempt {other.work.attempt} of {work.request_id} is running already")
@@ -187,7 +185,7 @@ class PrefillActor(Worker):
         self.keeper.add(lease.lease, lease.deadline_s, sent)
         if job.stop is not None:
             raise job.stop
-        if lease.table.epoch != self.pool.require().epoch:
+        if lease.table.epoch != self.require().epoch:
             raise errors.Unavailable("the pool has just been created anew", retry_after_s=0.2)
         return Prompt(
             job.key, job.tokens, unpack_u32(lease.table.indices).astype(np.int32),
@@ -198,7 +196,7 @@ class PrefillActor(Worker):
     # --- one job ----------------------------------------------------------------------------------------------------
 
     async def _work(self, job: Job, prompt: Prompt, call: Call) -> None:
-        span = telemetry.tracer().start_span(telemetry.PREFILL_COMPUTE, telemetry.request_context(call.context))
+        span = self.start_span(telemetry.PREFILL_COMPUTE, call)
         error: errors.KvrelayError | None = None
         try:
             first = await self._compute(job, prompt, span)
@@ -299,6 +297,11 @@ class PrefillActor(Worker):
         for job in list(self._jobs.values()):
             if job.lease is not None and job.lease.lease in leases:
                 self._end(job, error)
+
+    def abandon(self, error: errors.KvrelayError) -> None:
+        for job in self._jobs.values():
+            job.stop = job.stop or error
+            job.events.put_nowait(Gone(job.key))
 
     def _leave(self, job: Job, *, known: bool) -> None:
         """Lets go of the lease and forgets the job; a `known` one is remembered, so that a repeat does not start it."""

@@ -52,8 +52,8 @@ class HandOver:
                 if min(self._waiting, key=lambda other: other.rank) is me:
                     try:
                         return (await self._bus.request("decode.start", start, Accepted, timeout_s=START_S)).worker
-                    except errors.Timeout as late:
-                        raise errors.Unavailable("decode did not answer the hand-over") from late
+                    except (errors.Timeout, errors.Conflict) as unclear:  # Conflict: another worker has it already
+                        raise errors.Unavailable("it is not known who took the hand-over") from unclear
                     except errors.Unavailable as absent:
                         if isinstance(absent, errors.Stale) or waited > ABSENT_LIMIT_S:
                             raise

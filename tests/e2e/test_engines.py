@@ -21,7 +21,7 @@ from tests.support.tiny_models import folder
 
 BLOCK = 16
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "kernels": "reference", "threads": 1, "max_num_batched_tokens": 64, "num_blocks_override": 256,
+    "dtype": "float32", "kernels": "cpu", "threads": 1, "max_num_batched_tokens": 64, "num_blocks_override": 256,
     "max_num_seqs": 8,
 }  # fmt: skip
 
@@ -259,3 +259,32 @@ async def test_sequences_of_a_silent_gateway_are_dropped(running: Engines, monke
             await asyncio.sleep(0.05)
     await gateway.finish(living)
     assert living.last.finish_reason == "length"
+
+
+@pytest.mark.parametrize("actor", ["prefill", "decode"])
+async def test_a_failing_model_ends_everything_at_once(
+    tmp_path: Path, model: str, actor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_over, "ABSENT_LIMIT_S", 0.5)
+    async with engines(tmp_path, model=model, **OPTIONS) as running:
+        gateway, worker = running.gateway, getattr(running, actor)
+        attempts = [await gateway.send(gateway.work(prompt(400, i), 100)) for i in range(4)]
+        if actor == "decode":
+            for attempt in attempts:
+                await gateway.until(attempt, 3)
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("the test breaks the model")
+
+        monkeypatch.setattr(worker.engine._model, "forward", fail)
+        async with asyncio.timeout(5):
+            await worker.failed.wait()
+            for attempt in attempts:
+                await attempt.ended.wait()
+        assert "Unavailable" in {attempt.error for attempt in attempts}
+        with pytest.raises(errors.Unavailable):
+            if actor == "prefill":
+                await gateway.send(gateway.work(prompt(10), 3))
+            else:
+                raise errors.Unavailable((await gateway.finish(await gateway.send(gateway.work(prompt(10), 3)))).error)
+        await running.until_free(10)

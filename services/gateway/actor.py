@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 from services.gateway.dispatch import Dispatcher
@@ -81,7 +82,7 @@ class Gateway(Actor):
     async def setup(self) -> None:
         """The port is bound first, so that a taken one is told at once and `/health` answers 503 meanwhile."""
         self._http.bind()
-        self.spawn("http", self._http.serve(), fatal=True)
+        self.supervise("http", self._http.serve)
         self._files = await asyncio.to_thread(prepare, self.settings.model, self.settings.dtype)
         self._tokenizer = await asyncio.to_thread(Tokenizer.load, self._files)
         self.supervise("describe", self._describe_pools)
@@ -189,6 +190,7 @@ class Gateway(Actor):
                 await self.clock.sleep(ATTACH_RETRY_S)
                 continue
             self._open(self._files, min(pool.max_model_len for pool in found), found[0])
+            await self.announce()  # ready now, not at the next heartbeat
             await self._describe.wait()
 
     async def _attach(self, order: Attach) -> PoolDescription:
@@ -197,9 +199,9 @@ class Gateway(Actor):
     def _open(self, files: ModelFiles, pool_len: int, pool: PoolDescription) -> None:
         config, tokenizer = files.config, self._loaded()
         max_model_len = min(pool_len, config.context_length, self.settings.max_model_len or config.context_length)
-        names = list(dict.fromkeys((config.name, self.settings.model)))
+        name = Path(self.settings.model).name  # a path of this machine is nobody else's business
         self._card = ModelCard(
-            name=config.name,
+            name=name,
             architecture=config.architecture,
             context_length=max_model_len,
             vocab_size=config.vocab_size,
@@ -209,7 +211,7 @@ class Gateway(Actor):
         )
         self._service.intake = Intake(
             tokenizer,
-            names=names,
+            names=list(dict.fromkeys((name, self.settings.model, config.name))),
             vocab_size=config.vocab_size,
             eos_token_ids=list(files.eos_token_ids),
             max_model_len=max_model_len,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from shared.errors import KvrelayError, TooLarge
+from shared.errors import BadRequest, KvrelayError, TooLarge
 from shared.messages import Generated, TokenLogprob, Usage
 
 Api = Literal["chat", "completions"]
@@ -125,11 +125,15 @@ def status_of(error: KvrelayError) -> int:
 
 def error_body(error: KvrelayError) -> dict[str, Any]:
     """OpenAI's error object."""
-    param = getattr(error, "param", None)
-    if param is None and error.code in (400, 404, 413):
+    if hasattr(error, "param"):
+        param = error.param
+    else:  # texts about a field begin with its path
         word, colon, _ = error.text.partition(":")
-        param = word if colon and " " not in word else None
-    code = "context_length_exceeded" if isinstance(error, TooLarge) else _snake(type(error).__name__)
+        param = word if colon and " " not in word and error.code in (400, 404, 409, 413) else None
+    if isinstance(error, TooLarge):
+        code = "context_length_exceeded"
+    else:
+        code = "bad_request" if isinstance(error, BadRequest) else _snake(type(error).__name__)
     kind = _TYPE.get(error.code, "server_error")
     return {"error": {"message": error.text, "type": kind, "param": param, "code": code}}
 

@@ -28,7 +28,7 @@ class Dispatcher:
         *,
         queue_size: int,
         max_retries: int,
-        patience_s: float = 8.5,
+        patience_s: float = 8.0,
         stall_s: float = 10.0,
     ) -> None:
         self.live: dict[str, Live] = {}

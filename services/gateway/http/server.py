@@ -31,8 +31,7 @@ class HttpServer:
         self._host = host
         self._port = port
         self._socket: socket.socket | None = None
-        self._serving = False
-        self._ended = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -69,20 +68,16 @@ class HttpServer:
             raise Misconfigured(f"{where}: cannot listen there: {error.strerror or error}") from None
 
     async def serve(self) -> None:
-        """Serves until `stop`."""
+        """Serves until `stop`; raises what else ends it. Cancelling this does not: requests must have their answers."""
         if self._socket is None:
             raise RuntimeError("bind before serve")
-        self._serving = True
-        try:
-            await self._server.serve(sockets=[self._socket])
-        finally:
-            self._serving = False
-            self._ended.set()
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+        await asyncio.shield(self._serving)
 
     async def stop(self) -> None:
         """Answers what is being answered, then closes. Returns when the port is free."""
         self._server.should_exit = True
-        if self._serving:
-            await self._ended.wait()
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
         if self._socket is not None:
             self._socket.close()

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import nats
 from nats.aio.client import Client
 
 from shared import settings
 from shared.pool.shm import directory, pool_path
-from shared.wire import decode, encode
 
 START_LIMIT_S = 120
 
@@ -130,7 +130,7 @@ async def stream(client: Client, body: dict[str, Any], *, timeout_s: float = 120
     """Publishes `body` to `gateway.generate` and yields the events up to the empty message; errors are raised."""
     inbox = client.new_inbox()
     subscription = await client.subscribe(inbox)
-    await client.publish("kvrelay.gateway.generate", encode({**body, "stream": True}), reply=inbox)
+    await client.publish("kvrelay.gateway.generate", msgpack.packb({**body, "stream": True}), reply=inbox)
     deadline = time.monotonic() + timeout_s
     try:
         while True:
@@ -140,7 +140,7 @@ async def stream(client: Client, body: dict[str, Any], *, timeout_s: float = 120
                 raise RuntimeError(f"{headers['Nats-Service-Error-Code']} {headers.get('Nats-Service-Error')}")
             if not message.data:
                 return
-            yield decode(message.data)
+            yield msgpack.unpackb(message.data, strict_map_key=False)
     finally:
         await subscription.unsubscribe()
 

@@ -40,8 +40,9 @@ class Reference:
 
 @cache
 def _model() -> tuple[object, object]:
-    from shared.models.files import demo_gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from shared.models.files import demo_gguf
 
     gguf = demo_gguf()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
-from shared.wire import encode
 
 from tests.e2e.pipeline import Pipeline, collect, free_port, pipeline
 
@@ -48,7 +48,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 @pytest.mark.parametrize(("body", "code", "word"), REFUSED)
 async def test_nats_door(running: Pipeline, body: dict[str, Any], code: int, word: str) -> None:
     async with running.nats() as client:
-        for payload in (encode(body), json.dumps(body).encode()):
+        for payload in (msgpack.packb(body), json.dumps(body).encode()):
             reply = await client.request("kvrelay.gateway.generate", payload, timeout=2)
             assert reply.headers is not None
             assert int(reply.headers["Nats-Service-Error-Code"]) == code, reply.headers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgpack
 from nats.aio.msg import Msg
-from shared.wire import decode
 
 from tests.e2e.pipeline import collect, pipeline
 
@@ -21,7 +21,10 @@ async def test_a_long_prompt_moves_handles_only(tmp_path: Path) -> None:
         headers = sum(len(key) + len(value) + 4 for key, value in (message.headers or {}).items())
         seen.append((message.subject, len(message.data) + headers))
         if message.data and not message.subject.startswith(("$SRV", "_INBOX.admin")):
-            blobs.extend((message.subject, path, size) for path, size in byte_fields(decode(message.data)))
+            blobs.extend(
+                (message.subject, path, size)
+                for path, size in byte_fields(msgpack.unpackb(message.data, strict_map_key=False))
+            )
 
     with pipeline(tmp_path / "state", *options) as running:
         async with running.nats("admin") as spy, running.nats() as client:

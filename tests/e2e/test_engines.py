@@ -102,6 +102,19 @@ async def test_sampled_results_depend_on_the_seed_alone(running: Engines) -> Non
     assert list(await asyncio.gather(*(gateway.complete(work) for work in works()))) == alone
 
 
+@settings(prefill_pool="cpu0", decode_pool="cpu1")
+async def test_two_pools_give_the_same_tokens_as_one(running: Engines) -> None:
+    gateway = running.gateway
+
+    def works() -> list[Any]:
+        return [gateway.work(prompt(length, length), 40) for length in (1, 15, 16, 17, 100)]
+
+    alone = [await gateway.complete(work) for work in works()]
+    assert list(await asyncio.gather(*(gateway.complete(work) for work in works()))) == alone
+    pools = (await running.until_free()).pools
+    assert pools["cpu0"].cached > 0 and pools["cpu1"].cached > pools["cpu0"].cached
+
+
 async def test_finishes(running: Engines) -> None:
     gateway = running.gateway
     plain = await gateway.complete(gateway.work(prompt(20), 12))

@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 from infra.nats.server import NatsServer
 from services.block_manager.actor import BlockManager
 from services.decode.actor import DecodeActor
+from services.offload.actor import Offload
 from services.prefill.actor import PrefillActor
 from shared import wire
 from shared.actor import Actor
@@ -195,6 +196,8 @@ async def engines(state: Path, **options: Any) -> AsyncIterator[Engines]:
         beating = asyncio.create_task(_beat(gateway.bus))
         stack.callback(beating.cancel)
         manager = await start(BlockManager)
+        if options.get("prefill_pool") != options.get("decode_pool"):
+            await start(Offload)
         yield Engines(gateway, await start(PrefillActor), await start(DecodeActor), manager, start)
 
 

@@ -14,9 +14,9 @@
 
 A handler is a plain function (called at once, in order of arrival; it must be quick), a coroutine (runs beside others),
 an async generator, or a coroutine that returns one: a stream, ended by an empty message. At most `max_inflight`
-coroutines run; the next message is answered `Busy`. The caller's deadline cancels its handler and is answered
-`Timeout`; a caller that vanishes cancels it, too (`Call.client_gone`). What a handler raises travels as error headers:
-a KvrelayError as it is, anything else as `Internal` without details.
+coroutines of one verb run; the next message is answered `Busy`. The caller's deadline cancels its handler and is
+answered `Timeout`; a caller that vanishes cancels it, too (`Call.client_gone`). What a handler raises travels as error
+headers: a KvrelayError as it is, anything else as `Internal` without details.
 """
 
 from __future__ import annotations
@@ -110,20 +110,21 @@ class Actor:
         Verbs addressed to this instance, and events, keep arriving until accepted work is done: it may need them.
         """
         self.draining = True
-        await self.announce()
-        await self.__unsubscribe(lambda route: route is not None and route.to == "any")
         try:
+            await self.announce()
+            await self.__unsubscribe(lambda route: route is not None and route.to == "any")
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await self.serving.finished()
                 await self.settle()
         except TimeoutError:
             self.log.warning("drain timeout: accepted work is given up", calls=len(self.serving.inflight))
-        await self.__unsubscribe(lambda _: True)
-        await self.serving.cancel()
-        for task in self.__background:
-            task.cancel()
-        await asyncio.gather(*self.__background, return_exceptions=True)
-        await self.teardown()
+        finally:
+            await self.__unsubscribe(lambda _: True)
+            await self.serving.cancel()
+            for task in self.__background:
+                task.cancel()
+            await asyncio.gather(*self.__background, return_exceptions=True)
+            await self.teardown()
 
     def supervise(self, name: str, factory: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs a background loop until the end, made anew when it fails; failing too often ends the process."""
@@ -140,7 +141,7 @@ class Actor:
             return "starting"
         if self.draining:
             return "stopping"
-        forbidden = next(iter(self.bus.connection.violations.values()), None)
+        forbidden = self.bus.forbidden
         return forbidden.text if forbidden is not None else self.unready()
 
     async def announce(self) -> None:
@@ -170,7 +171,7 @@ class Actor:
             await self.clock.sleep(min(HEARTBEAT_S, KEEPALIVE_S))
 
     async def __discover(self, msg: Msg) -> None:
-        if msg.reply:
+        if self.bus.may_answer(msg.reply):
             await self.bus.reply_raw(msg.reply, self.__discovery.answer(msg.subject))
 
     async def __unsubscribe(self, chosen: Callable[[Route | None], bool]) -> None:

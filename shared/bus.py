@@ -39,7 +39,7 @@ from shared import telemetry, wire
 from shared.bus_connection import Connection
 from shared.bus_inbox import Inbox, Watch
 from shared.bus_stream import Arrivals, raise_error
-from shared.errors import BadRequest, KvrelayError, Timeout, TooLarge, Unavailable
+from shared.errors import BadRequest, KvrelayError, Timeout, TooLarge, Unauthorized, Unavailable
 
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[Msg], Awaitable[None]]
@@ -75,7 +75,9 @@ class Bus:
 
         Raises Unauthorized (credentials, or no right to an inbox) or Unavailable.
         """
-        connection = await Connection.open(url, user=user, password=password, name=name, timeout_s=timeout_s)
+        connection = await Connection.open(
+            url, user=user, password=password, name=name, namespace=namespace, timeout_s=timeout_s
+        )
         bus = cls(connection, namespace)
         try:
             await bus._listen(bus._inbox.subject, bus._inbox.on_message)
@@ -89,6 +91,16 @@ class Bus:
     def up(self) -> bool:
         """Whether the connection is there now."""
         return self.connection.up
+
+    @property
+    def forbidden(self) -> Unauthorized | None:
+        """A permission that this process needs and NATS does not give it."""
+        return next(iter(self.connection.violations.values()), None)
+
+    def may_answer(self, reply: str) -> bool:
+        """Whether `reply` is an inbox. What is sent there is sent with our rights, so a caller may not name a subject
+        of the pipeline or of NATS itself."""
+        return bool(reply) and not reply.startswith((f"{self.namespace}.", "$"))
 
     def subject(self, name: str) -> str:
         """The full subject of `name`. `$SRV…` is a full one already."""

@@ -1,7 +1,8 @@
 """The socket below the bus: fails fast at first, reconnects for ever later, and turns nats-py's callbacks into facts.
 
 nats-py tells permissions and overflows only to its error callback: a forbidden subscribe returns a subscription, a
-forbidden publish nothing at all. Here they become `violations`, which readiness and `settle` look at.
+forbidden publish nothing at all. Here they become `violations`, which readiness and `settle` look at. A forbidden reply
+subject is not among them: its caller chose it, and must not be able to make us unready.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ log = logs.get()
 class Connection:
     """One NATS connection. `failure` is set when it is lost for good; `closed` wakes whoever must end then."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
         self.client = Client()
         self.failure: KvrelayError | None = None
         self.closed = asyncio.Event()
@@ -40,9 +42,11 @@ class Connection:
         self._first_error: asyncio.Future[Exception] | None = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def open(cls, url: str, *, user: str | None, password: str | None, name: str, timeout_s: float) -> Connection:
+    async def open(
+        cls, url: str, *, user: str | None, password: str | None, name: str, namespace: str, timeout_s: float
+    ) -> Connection:
         """Connects once. Raises Unauthorized or Unavailable; afterwards a lost connection comes back by itself."""
-        connection = cls()
+        connection = cls(namespace)
         await connection._connect(url, user, password, name, timeout_s)
         return connection
 
@@ -139,8 +143,9 @@ class Connection:
         if violation is not None:
             verb, subject = violation[1].lower(), violation[2]
             refused = Unauthorized(f"NATS forbids this user the {verb} to {subject}")
-            self.violations[f"{verb} to {subject}"] = refused
             log.error("NATS permission missing", what=verb, subject=subject)
+            if verb == "subscription" or subject.startswith(f"{self.namespace}."):
+                self.violations[f"{verb} to {subject}"] = refused
             self.on_forbidden(refused, subject)
         elif isinstance(error, nats.errors.SlowConsumerError):
             self.dropped += 1

@@ -80,14 +80,22 @@ async def serve(actor_class: type[Actor], chosen: CommonSettings) -> int:
         elif starting.exception() is None:
             log.info("started")
             await _first(stop.wait(), actor.failed.wait(), bus.connection.closed.wait())
-        else:
-            starting.result()
-        failure = actor.failure or bus.connection.failure
+        unstarted = starting.exception() if not starting.cancelled() else None
+        failure = unstarted or actor.failure or bus.connection.failure
         log.info("stopping", failure=str(failure) if failure is not None else None)
-        await actor.drain()
+        await _drain(actor)
+        if unstarted is not None:
+            raise unstarted
         return 1 if failure is not None else 0
     finally:
         await bus.close()
+
+
+async def _drain(actor: Actor) -> None:
+    try:
+        await actor.drain()
+    except Exception as fault:
+        log.error("stopping did not go well", exc_info=fault)
 
 
 async def connect(chosen: CommonSettings, role: str) -> Bus:

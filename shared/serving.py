@@ -18,7 +18,7 @@ from shared import logs, telemetry, wire
 from shared.bus import Bus
 from shared.call import Call
 from shared.clock import Clock
-from shared.errors import Busy, Cancelled, Internal, KvrelayError, Timeout, Unavailable
+from shared.errors import BadRequest, Busy, Cancelled, Internal, KvrelayError, Timeout, Unavailable
 from shared.route import Route
 
 BUSY_RETRY_S = 0.05
@@ -27,7 +27,10 @@ log = logs.get()
 
 
 class Serving:
-    """Serves the routes of one actor instance, at most `max_inflight` messages at once."""
+    """Serves the routes of one actor instance, at most `max_inflight` messages of each at once.
+
+    The limit is per verb, so that a flood of requests does not keep out the cancels that would end it.
+    """
 
     def __init__(self, bus: Bus, instance: str, max_inflight: int, clock: Clock) -> None:
         self.inflight: set[asyncio.Task[None]] = set()
@@ -39,19 +42,23 @@ class Serving:
 
     def receiver(self, route: Route) -> Callable[[Msg], Coroutine[Any, Any, None]]:
         """What to subscribe to the subject of `route`."""
-
-        async def serve_in_order(msg: Msg) -> None:
-            await self._serve(route, msg)
+        running: set[asyncio.Task[None]] = set()
 
         async def accept(msg: Msg) -> None:
-            if len(self.inflight) >= self._max_inflight:
+            if msg.reply and not self._bus.may_answer(msg.reply):
+                route.stats.failed(BadRequest.__name__)
+                log.warning("a message with a reply subject that is no inbox is ignored", verb=route.verb)
+            elif not route.concurrent:
+                await self._serve(route, msg)
+            elif len(running) >= self._max_inflight:
                 await self._refuse(route, msg)
-                return
-            task = asyncio.get_running_loop().create_task(self._serve(route, msg))
-            self.inflight.add(task)
-            task.add_done_callback(self.inflight.discard)
+            else:
+                task = asyncio.get_running_loop().create_task(self._serve(route, msg))
+                for tasks in (running, self.inflight):
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
 
-        return accept if route.concurrent else serve_in_order
+        return accept
 
     async def keep_alive(self) -> None:
         """Tells callers that hear nothing else that they are being served, and notices those that are gone."""
@@ -74,7 +81,9 @@ class Serving:
         if not msg.reply:
             log.error("mailbox full: a message without reply subject is lost", verb=route.verb)
             return
-        busy = Busy(f"{self._instance} already serves {self._max_inflight} messages", retry_after_s=BUSY_RETRY_S)
+        busy = Busy(
+            f"{self._instance} already serves {self._max_inflight} of {route.span_name}", retry_after_s=BUSY_RETRY_S
+        )
         await self._bus.reply_error(msg.reply, busy)
 
     async def _serve(self, route: Route, msg: Msg) -> None:
@@ -83,7 +92,7 @@ class Serving:
         span = None
         if route.root:
             span, context = telemetry.start_request(route.span_name, context, route.attributes)
-        elif telemetry.has_parent(context):
+        elif not route.event and telemetry.has_parent(context):
             span, context = telemetry.start_hop(route.span_name, context, route.attributes)
         token = otel.attach(context)
         call = Call(self._bus, msg, context, began)

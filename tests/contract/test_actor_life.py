@@ -175,8 +175,12 @@ class Gateway(Actor):
             raise Misconfigured("model: there is no file of that name")
         if sys.argv[1] == "hopeless":
             self.supervise("broken", self.broken)
+        if sys.argv[1] == "teardown":
+            raise Misconfigured("too late")
         if sys.argv[1] == "endless":
             await asyncio.Event().wait()
+    async def teardown(self):
+        print("torn down", file=sys.stderr)
     async def broken(self):
         raise RuntimeError("always")
     @handles("generate", Ask, root=True)
@@ -277,6 +281,11 @@ async def test_a_wrong_setting_exits_2_and_says_so(start: Start) -> None:
         code, log = await process.end()
         assert (code, text in log) == (2, True), log
         assert "Traceback" not in log and "guess" not in log
+
+
+async def test_what_setup_opened_is_closed_even_if_it_failed(start: Start) -> None:
+    code, log = await (await start("teardown")).end()
+    assert code == 2 and "torn down" in log and "too late" in log
 
 
 async def test_a_loop_that_keeps_failing_exits_1(start: Start) -> None:

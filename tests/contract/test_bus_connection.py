@@ -110,6 +110,17 @@ async def test_a_forbidden_publish_unreadies_the_actor(nats_server: NatsServer) 
     await bus.close()
 
 
+async def test_a_callers_forbidden_reply_subject_does_not_unready_the_actor(nats_server: NatsServer) -> None:
+    client, bus = await connect(nats_server), await connect(nats_server, "gateway")
+    async with running(Gateway, bus) as gateway:
+        await client.connection.client.publish("kvrelay.gateway.generate", b"{}", reply="somewhere.else")
+        await client.request("gateway.generate", Ask(), Ask, timeout_s=2)
+        await bus.connection.client.flush()
+        assert gateway.reason == ""
+    await client.close()
+    await bus.close()
+
+
 async def test_a_forbidden_stream_fails_at_once(nats_server: NatsServer) -> None:
     bus = await connect(nats_server, "client")
     with pytest.raises(errors.Unauthorized):
@@ -122,9 +133,7 @@ async def test_what_is_in_flight_when_the_server_dies_gets_typed_errors(own_nats
     async with running(Gateway, bus, drain_timeout_s=1):
         slow = Ask(count=60_000)
         asked = [
-            asyncio.create_task(
-                client.request("gateway.generate", slow, Ask, timeout_s=90, watched=watched)
-            )
+            asyncio.create_task(client.request("gateway.generate", slow, Ask, timeout_s=90, watched=watched))
             for watched in (False, True)
         ]
         stream = client.stream("gateway.ticks", Ask(), Ask)

@@ -1,4 +1,5 @@
-"""Attention over pages and tails; contract in `kernels/reference/attend.py`. Decode is native, prefill is `prefill.py`."""
+"""Attention over pages and tails; contract in `kernels/reference/attend.py`. Decode is native, prefill is
+`prefill.py`."""
 
 from __future__ import annotations
 

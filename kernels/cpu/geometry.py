@@ -98,8 +98,28 @@ def layer_scales(layout: PageLayout, layer: int, scales: torch.Tensor | None) ->
     """Address of the K and V scale of one layer in fp32 [layers, 2], or None. ValueError if a format needs them."""
     if scales is None:
         if layout.needs_scales and layer not in layout.skip_layers:
-            raise ValueError(f"{layout.k_format}/{layout.v_format} needs scales that outlive a page; give kv_scales_path")
+            raise ValueError(
+                f"{layout.k_format}/{layout.v_format} needs scales that outlive a page; give kv_scales_path"
+            )
         return None
     if scales.dtype != torch.float32 or scales.shape != (layout.layers, 2) or not scales.is_contiguous():
         raise ValueError(f"scales must be contiguous fp32 [{layout.layers}, 2]")
-    return scales.data_ptr() + layer * 8
+    return int(scales.data_ptr()) + layer * 8
+
+
+def tail_dtype(layout: PageLayout) -> torch.dtype:
+    """Element type of tails."""
+    kind = KINDS[layout.tail_format]
+    return next(dtype for dtype, known in DTYPES.items() if known == kind)
+
+
+def ids(indices: torch.Tensor) -> torch.Tensor:
+    """Indices as the kernels read them: contiguous int32."""
+    return indices.to(torch.int32).contiguous()
+
+
+def rows(x: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """x [T, kv_heads, head_dim] with adjacent heads (any stride between tokens); ValueError for another shape."""
+    if x.dim() != 3 or x.shape[1:] != (layout.kv_heads, layout.head_dim) or x.dtype not in DTYPES:
+        raise ValueError(f"activations must be [T, {layout.kv_heads}, {layout.head_dim}] in fp32, bf16 or fp16")
+    return x if x.stride(2) == 1 and x.stride(1) == layout.head_dim else x.contiguous()

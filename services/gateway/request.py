@@ -154,6 +154,8 @@ class Request:
                 return Received(Verdict.PREEMPTED, tokens, logprobs)
             verdict = Verdict.FAULT if item.error.kind in RETRIED else Verdict.FAIL
             return Received(verdict, tokens, logprobs, error)
+        if item.finish_reason == "cancelled":  # we did not ask for it, or this request would be over
+            return Received(Verdict.FAULT, tokens, logprobs, errors.Unavailable(f"{worker} gave the request up"))
         if item.finish_reason is not None:
             self.finish_reason, self.stop_reason = item.finish_reason, item.stop_reason
             return Received(Verdict.FINISH, tokens, logprobs)

@@ -104,6 +104,13 @@ def test_which_errors_start_the_next_attempt(kind: str, verdict: Verdict) -> Non
     assert (got.verdict, got.tokens) == (verdict, [11])
 
 
+def test_a_worker_may_not_cancel_what_nobody_cancelled() -> None:
+    one = running()
+    one.receive("prefill-a", item(0, 11), 0.2)
+    assert one.receive("decode-b", item(1, finish="cancelled"), 0.3).verdict is Verdict.FAULT
+    assert one.finish_reason is None
+
+
 def test_faults_are_bounded_in_number_and_in_time_without_tokens() -> None:
     one = running()
     assert one.fault(Unavailable("1"), 1.0, limit=3, patience_s=9)

@@ -34,8 +34,8 @@ Where = tuple[str, int]  # pool, block
 class Sequence:
     """A worker's view of one lease: what it believes it holds, and the content it will write."""
 
-    def __init__(self, lease: int, holder: str, pool: str, text: str) -> None:
-        self.lease, self.holder, self.pool, self.text = lease, holder, pool, text
+    def __init__(self, lease: int, holder: str, text: str) -> None:
+        self.lease, self.holder, self.text = lease, holder, text
 
 
 class Straggler:
@@ -101,48 +101,54 @@ class LedgerMachine(RuleBasedStateMachine):
         holder=st.sampled_from(HOLDERS[:2]),
         text=TEXTS,
         extra=st.integers(0, BLOCK - 1),
-        imports=st.booleans(),
         priority=st.integers(0, 1),
     )
-    def acquire(self, pool: str, holder: str, text: str, extra: int, imports: bool, priority: int) -> Any:
+    def acquire(self, pool: str, holder: str, text: str, extra: int, priority: int) -> Any:
+        grant = self.admit(pool, holder, text, extra, priority, imports=False)
+        return multiple() if grant is None else Sequence(grant.record.lease, holder, text)
+
+    def admit(self, pool: str, holder: str, text: str, extra: int, priority: int, imports: bool) -> Grant | None:
         ledger, tokens = self.node.ledger(pool), BLOCK * len(text) + extra or 1
         number, before = next(self.requests), self.state()
         expected = self.oracle_hits(ledger, chain(text), tokens)
         message = Acquire(
-            holder=holder, pool=pool, request_id=f"r{number}", keys=b"".join(chain(text)), tokens=tokens,
-            priority=priority, arrival_s=number,
-        )  # fmt: skip
+            holder=holder,
+            pool=pool,
+            request_id=f"r{number}",
+            keys=b"".join(chain(text)),
+            tokens=tokens,
+            priority=priority,
+            arrival_s=number,
+        )
         try:
             grant = self.node.acquire(message, imports=imports)
         except (Busy, TooLarge) as refusal:
             assert self.state() == before
             assert isinstance(refusal, Busy) or tokens > ledger.max_model_len
-            return multiple()
+            return None
         record = grant.record
         assert record.cached_tokens == expected * BLOCK and len(record.pages) == tokens // BLOCK + 1
         self.note(ledger, record.pages[expected:])
-        if grant.transfer is None:
-            return Sequence(record.lease, holder, pool, text)
+        return grant
+
+    @rule(target=copies, pool=POOLS, text=TEXTS)
+    def bring_in(self, pool: str, text: str) -> Any:
+        """A prompt that may have more of its pages in the other pool."""
+        grant = self.admit(pool, "p1", text, 1, 0, imports=True)
+        if grant is None or grant.transfer is None:
+            return multiple()
         count = len(grant.transfer.source_hold.pages)
-        self.begin(grant.transfer, record.pages[grant.first : grant.first + count])
-        self.pending = grant
-        return multiple()
+        self.begin(grant.transfer, grant.record.pages[grant.first : grant.first + count])
+        return grant
 
     def begin(self, transfer: Transfer, blocks: list[int]) -> None:
         for block in blocks:
             self.writers[transfer.target.pool, block] = transfer
 
-    pending: Grant | Move | None = None
-
-    @rule(target=copies)
-    def hand_over_pending(self) -> Any:
-        pending, self.pending = self.pending, None
-        return multiple() if pending is None else pending
-
     @rule(target=sequences, pool=POOLS, text=TEXTS, decodes=st.booleans(), priority=st.integers(0, 1))
     def serve(self, pool: str, text: str, decodes: bool, priority: int) -> Any:
         """A whole prefill at once, and the hand-over to decode in the same pool."""
-        sequence = self.acquire(pool, "p1", text, 1, False, priority)
+        sequence = self.acquire(pool, "p1", text, 1, priority)
         if not isinstance(sequence, Sequence):
             return multiple()
         self.write_and_commit(sequence, len(text))
@@ -150,6 +156,15 @@ class LedgerMachine(RuleBasedStateMachine):
             self.node.adopt(sequence.lease, "d1", pool)
             sequence.holder = "d1"
         return sequence
+
+    @rule(target=sequences, pool=POOLS, text=TEXTS)
+    def twins(self, pool: str, text: str) -> Any:
+        """Two requests compute the same prompt at the same time, and both publish it."""
+        twins = [self.acquire(pool, holder, text, 1, 0) for holder in ("p1", "p2")]
+        admitted = [sequence for sequence in twins if isinstance(sequence, Sequence)]
+        for sequence in admitted:
+            self.write_and_commit(sequence, len(text))
+        return multiple(*admitted)
 
     @rule(sequence=sequences, upto=st.sampled_from([1, 6]))
     def write_and_commit(self, sequence: Sequence, upto: int) -> None:
@@ -183,24 +198,33 @@ class LedgerMachine(RuleBasedStateMachine):
         if result.victim is not None:
             assert result.victim is not oldest and result.victim.decoding and not blocks
 
-    @rule(target=sequences, sequence=consumes(sequences), holder=st.sampled_from(("d1", "d2")), pool=POOLS)
-    def adopt(self, sequence: Sequence, holder: str, pool: str) -> Any:
-        before = self.state()
+    @rule(sequence=sequences, holder=st.sampled_from(("d1", "d2")))
+    def adopt(self, sequence: Sequence, holder: str) -> None:
+        home, before = self.node.of(sequence.lease), self.state()
         try:
-            adopted = self.node.adopt(sequence.lease, holder, pool)
+            adopted = self.node.adopt(sequence.lease, holder, home.pool)
         except KvrelayError:
             assert self.state() == before
-            return sequence
-        if isinstance(adopted, LeaseRecord):
-            assert adopted.holder == holder and adopted.decoding
-            home = self.node.of(sequence.lease)
-            return Sequence(sequence.lease, holder, home.pool, sequence.text)
-        present = len(adopted.record.pages) - len(adopted.transfer.source_hold.pages)
-        self.note(adopted.target, adopted.record.pages[present:])
-        adopted.waiting = 1
-        self.begin(adopted.transfer, adopted.record.pages[present:])
-        self.pending = adopted
-        return sequence
+            return
+        assert isinstance(adopted, LeaseRecord) and adopted.holder == holder and adopted.decoding
+        sequence.holder = holder
+
+    @rule(target=copies, sequence=sequences, pool=POOLS)
+    def move(self, sequence: Sequence, pool: str) -> Any:
+        before = self.state()
+        try:
+            move = self.node.adopt(sequence.lease, "d2", pool)
+        except KvrelayError:
+            assert self.state() == before
+            return multiple()
+        if isinstance(move, LeaseRecord):
+            sequence.holder = "d2"
+            return multiple()
+        present = len(move.record.pages) - len(move.transfer.source_hold.pages)
+        self.note(move.target, move.record.pages[present:])
+        self.begin(move.transfer, move.record.pages[present:])
+        move.waiting = 1
+        return move
 
     @rule(sequence=sequences)
     def release(self, sequence: Sequence) -> None:
@@ -246,7 +270,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 return multiple()
             if not self.node.imported(copy):
                 return multiple()
-            return Sequence(record.lease, record.holder, copy.ledger.pool, "")
+            return Sequence(record.lease, record.holder, "")
         if outcome == "unwanted":
             copy.waiting = 0
         if outcome in ("failed", "unproven"):
@@ -257,7 +281,7 @@ class LedgerMachine(RuleBasedStateMachine):
         except Stale:
             return multiple()
         assert moved.lease not in copy.source.leases
-        return Sequence(moved.lease, moved.holder, copy.target.pool, "")
+        return Sequence(moved.lease, moved.holder, "")
 
     @rule()
     def settle_unproven(self) -> None:

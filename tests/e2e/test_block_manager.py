@@ -4,75 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
+from nats.aio.msg import Msg
 
-from infra.nats.server import NatsServer
 from services.block_manager.actor import BlockManager
-from services.offload.actor import Offload
 from shared import errors
-from shared.actor import Actor
-from shared.bus import Bus
-from shared.handles import BlockTable, unpack_u32
-from shared.messages import (
-    Acquire,
-    Adopt,
-    Attach,
-    Commit,
-    CommitItem,
-    Empty,
-    Extend,
-    Extended,
-    ExtendItem,
-    Lease,
-    PoolDescription,
-    PoolStats,
-    Release,
-    Renew,
-    Renewed,
-    Stats,
-)
+from shared.handles import unpack_u32
+from shared.messages import ActorExited, Commit, CommitItem, Message, Pin, Pinned, PoolFreed, Preempt, Renewed
 from shared.pool import attach
-from shared.prefix import page_keys
-from shared.settings import BlockManagerSettings, OffloadSettings
+from shared.wire import decode
+from tests.support.manual_clock import ManualClock
+from tests.support.node import BLOCK, Node, Worker, everything_back, fill
+from tests.support.waiting import until
 
-BLOCK = 16
-
-
-class Node:
-    """A NATS server, the actors under test in this process, and a worker's connection."""
-
-    def __init__(self, state_dir: Path, stack: contextlib.AsyncExitStack) -> None:
-        self.state_dir = state_dir
-        self._stack = stack
-        self.server = NatsServer(state_dir)
-
-    async def connect(self, role: str) -> Bus:
-        bus = await Bus.connect(
-            self.server.url, user=role, password=self.server.credentials.roles[role].password, name=role
-        )
-        self._stack.push_async_callback(bus.close)
-        return bus
-
-    async def run(self, kind: type[Actor], settings: object) -> Actor:
-        actor = kind(await self.connect(kind.name), settings)
-        await actor.start()
-        self._stack.push_async_callback(actor.drain)
-        return actor
-
-    async def manager(self, **settings: object) -> BlockManager:
-        options = {"state_dir": self.state_dir, "num_blocks_override": 32, "max_num_seqs": 8, **settings}
-        actor = await self.run(BlockManager, BlockManagerSettings(**options))  # type: ignore[arg-type]
-        assert isinstance(actor, BlockManager)
-        return actor
-
-    async def mover(self) -> Offload:
-        actor = await self.run(Offload, OffloadSettings(state_dir=self.state_dir))
-        assert isinstance(actor, Offload)
-        return actor
+M = TypeVar("M", bound=Message)
 
 
 @pytest.fixture
@@ -84,68 +34,17 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
         yield node
 
 
-class Worker:
-    """A worker's side of the conversation."""
-
-    def __init__(self, bus: Bus, holder: str) -> None:
-        self.bus, self.holder = bus, holder
-
-    async def ask(self, verb: str, message: object, reply: type, timeout_s: float = 5.0) -> object:
-        return await self.bus.request(f"block_manager.{verb}", message, reply, timeout_s=timeout_s)  # type: ignore
-
-    async def acquire(self, pool: str, tokens: list[int], fingerprint: str, request_id: str = "r1") -> Lease:
-        keys = page_keys(fingerprint, tokens, BLOCK)
-        message = Acquire(holder=self.holder, pool=pool, request_id=request_id, keys=keys, tokens=len(tokens))
-        return await self.ask("acquire", message, Lease)  # type: ignore[return-value]
-
-    async def commit(self, lease: Lease, tokens: list[int], fingerprint: str) -> Renewed:
-        item = CommitItem(lease=lease.lease, start=0, keys=page_keys(fingerprint, tokens, BLOCK))
-        return await self.ask("commit", Commit(holder=self.holder, items=[item]), Renewed)  # type: ignore
-
-    async def release(self, lease: Lease) -> None:
-        await self.ask("release", Release(holder=self.holder, leases=[lease.lease]), Empty)
-
-    async def adopt(self, lease: Lease, pool: str) -> Lease:
-        return await self.ask("adopt", Adopt(lease=lease.lease, holder=self.holder, pool=pool), Lease)  # type: ignore
-
-    async def stats(self) -> dict[str, PoolStats]:
-        stats = await self.ask("stats", Empty(), Stats)
-        assert isinstance(stats, Stats)
-        return stats.pools
-
-    async def describe(self, pool: str, fingerprint: str = "") -> PoolDescription:
-        message = Attach(holder=self.holder, pool=pool, fingerprint=fingerprint)
-        return await self.ask("attach", message, PoolDescription)  # type: ignore[return-value]
-
-
-def conserved(pools: dict[str, PoolStats]) -> bool:
-    return all(p.free + p.filling + p.active + p.cached + p.quarantined == p.total for p in pools.values())
-
-
-async def until(condition: object, limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.01)
-
-
-def fill(pages: np.ndarray, table: BlockTable, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    for index in unpack_u32(table.indices):
-        pages[index] = rng.integers(0, 256, pages.shape[1], dtype=np.uint8)
-
-
 async def test_a_prompt_is_computed_once_and_found_again(node: Node) -> None:
     manager = await node.manager()
-    worker = Worker(await node.connect("prefill"), "prefill-1")
+    worker = await node.worker("prefill")
     description = await worker.describe("cpu0")
-    fingerprint = description.layout.fingerprint
     tokens = list(range(3 * BLOCK + 5))
-    lease = await worker.acquire("cpu0", tokens, fingerprint)
+    lease = await worker.acquire("cpu0", tokens)
     assert (len(lease.table), lease.cached_tokens) == (4, 0)
     pool = attach(description)
     pool.check(lease.table, tail=lease.tail)
-    await worker.commit(lease, tokens, fingerprint)
-    again = await worker.acquire("cpu0", tokens, fingerprint, "r2")
+    await worker.commit(lease, tokens)
+    again = await worker.acquire("cpu0", tokens, "r2")
     assert again.cached_tokens == 3 * BLOCK
     assert again.table.indices[:12] == lease.table.indices[:12]
     await worker.release(lease)
@@ -154,45 +53,191 @@ async def test_a_prompt_is_computed_once_and_found_again(node: Node) -> None:
     assert (stats.free, stats.cached, stats.leases, stats.tails_free) == (29, 3, 0, 16)
     assert (stats.prompt_tokens, stats.hit_tokens) == (2 * len(tokens), 3 * BLOCK)
     assert manager.node.check() == []
+    await worker.describe("cpu0", description.layout.fingerprint)
     with pytest.raises(errors.Conflict, match="fingerprint"):
         await worker.describe("cpu0", "feed")
     with pytest.raises(errors.NotFound):
         await worker.describe("cpu7")
+    with pytest.raises(errors.TooLarge):
+        await worker.acquire("cpu0", list(range(description.max_model_len + 1)))
+
+
+async def test_without_prefix_caching_nothing_is_found(node: Node) -> None:
+    await node.manager(enable_prefix_caching=False)
+    worker = await node.worker("prefill")
+    tokens = list(range(3 * BLOCK))
+    lease = await worker.acquire("cpu0", tokens)
+    assert (await worker.commit(lease, tokens)).lost == []
+    assert (await worker.acquire("cpu0", tokens, "r2")).cached_tokens == 0
+    await worker.release(lease)
+    assert (await worker.stats())["cpu0"].cached == 0
 
 
 async def test_adopting_into_another_pool_copies_pages_and_tail(node: Node) -> None:
-    manager = await node.manager(prefill_pool="a", decode_pool="b")
-    await node.mover()
-    await until(lambda: manager.copies.available)
-    prefill = Worker(await node.connect("prefill"), "prefill-1")
-    decode = Worker(await node.connect("decode"), "decode-1")
+    manager, prefill, decode = await two_pools(node)
     source, target = attach(await prefill.describe("a")), attach(await decode.describe("b"))
-    fingerprint = manager.memory.layout.fingerprint
     tokens = list(range(5 * BLOCK + 3))
-    lease = await prefill.acquire("a", tokens, fingerprint)
+    lease = await prefill.acquire("a", tokens)
     fill(source.pages, lease.table, 1)
     source.tails[lease.tail.slot] = 77
-    await prefill.commit(lease, tokens, fingerprint)
-    adopted = await decode.adopt(lease, "b")
+    await prefill.commit(lease, tokens)
+    adopted, twice = await asyncio.gather(decode.adopt(lease, "b"), decode.adopt(lease, "b"))
+    assert adopted == twice == await decode.adopt(lease, "b")  # asked often, moved once
     assert (adopted.lease, adopted.table.pool) == (lease.lease, "b")
     target.check(adopted.table, tail=adopted.tail)
     np.testing.assert_array_equal(
         target.pages[unpack_u32(adopted.table.indices)], source.pages[unpack_u32(lease.table.indices)]
     )
     assert (target.tails[adopted.tail.slot] == 77).all()
-    assert await decode.adopt(lease, "b") == adopted  # asked twice, moved once
     stats = await decode.stats()
     assert (stats["a"].leases, stats["a"].cached, stats["b"].leases, stats["b"].active) == (0, 5, 1, 5)
     await decode.release(adopted)
-    assert manager.node.check() == []
-    # and back: the prompt is now a hit in either pool; a longer one is computed from there on
-    source.pages[:] = 0
-    manager.node.ledgers["a"].pages.take(29 + 3)  # evicts everything
-    manager.node.ledgers["a"].pages.drop(range(32))
-    again = await prefill.acquire("a", tokens, fingerprint, "r2")
-    assert again.cached_tokens == 5 * BLOCK
+    assert everything_back(await decode.stats()) and manager.node.check() == []
+
+
+async def test_what_the_other_pool_has_is_a_hit_and_is_copied_once(node: Node) -> None:
+    manager, prefill, decode = await two_pools(node)
+    here, there = attach(await prefill.describe("a")), attach(await decode.describe("b"))
+    tokens = list(range(5 * BLOCK + 3))
+    lease = await decode.acquire("b", tokens, "r0")
+    fill(there.pages, lease.table, 1)
+    await decode.commit(lease, tokens)
+    await decode.release(lease)
+    leases = await asyncio.gather(*(prefill.acquire("a", tokens, f"r{i}") for i in range(1, 5)))
+    for one in leases:
+        assert one.cached_tokens == 5 * BLOCK
+        here.check(one.table)
+        assert one.table.indices[:20] == leases[0].table.indices[:20]
     np.testing.assert_array_equal(
-        source.pages[unpack_u32(again.table.indices)[:5]], target.pages[unpack_u32(adopted.table.indices)[:5]]
+        here.pages[unpack_u32(leases[0].table.indices)[:5]], there.pages[unpack_u32(lease.table.indices)[:5]]
     )
-    assert (await decode.stats())["a"].hit_tokens == 5 * BLOCK
+    stats = (await prefill.stats())["a"]
+    assert (stats.active, stats.hit_tokens, stats.prompt_tokens) == (5, 20 * BLOCK, 4 * len(tokens))
+    for one in leases:
+        await prefill.release(one)
+    assert everything_back(await prefill.stats()) and manager.node.check() == []
+
+
+async def test_without_a_mover_another_pool_is_a_miss_and_a_hand_over_unavailable(node: Node) -> None:
+    manager = await node.manager(prefill_pool="a", decode_pool="b")
+    prefill, decode = await node.worker("prefill"), await node.worker("decode")
+    tokens = list(range(2 * BLOCK))
+    lease = await decode.acquire("b", tokens)
+    await decode.commit(lease, tokens)
+    mine = await prefill.acquire("a", tokens, "r2")
+    assert mine.cached_tokens == 0
+    with pytest.raises(errors.Unavailable, match="offload"):
+        await decode.adopt(mine, "b")
+    assert await prefill.renew(mine) == []
+    await prefill.release(mine)
+    await decode.release(lease)
+    assert everything_back(await prefill.stats()) and manager.node.check() == []
+
+
+async def two_pools(node: Node) -> tuple[BlockManager, Worker, Worker]:
+    manager = await node.manager(prefill_pool="a", decode_pool="b")
+    await node.mover()
+    await until(lambda: manager.copies.available)
+    return manager, await node.worker("prefill"), await node.worker("decode")
+
+
+async def test_a_starved_sequence_preempts_the_newest_and_room_is_announced(node: Node) -> None:
+    await node.manager()
+    worker = await node.worker("decode")
+    preempted: asyncio.Queue[Preempt] = asyncio.Queue()
+    freed: asyncio.Queue[PoolFreed] = asyncio.Queue()
+    await worker.bus.subscribe("decode.preempt.decode-1", receiver(preempted, Preempt))
+    await worker.bus.subscribe("event.pool.freed", receiver(freed, PoolFreed))
+    old, new = [
+        await worker.adopt(await worker.acquire("cpu0", list(range(5 * BLOCK)), f"r{i}"), "cpu0") for i in (1, 2)
+    ]
+    assert len((await worker.extend(old, 20)).tables[0]) == 20
+    refused = await worker.extend(old, 1)
+    assert (len(refused.tables[0]), refused.victim) == (0, new.lease)
+    assert (await worker.extend(old, 1)).victim == new.lease
+    async with asyncio.timeout(5):
+        assert (await preempted.get()).lease == new.lease
+    with pytest.raises(errors.Busy) as busy:
+        await worker.acquire("cpu0", [1], "r3")
+    assert busy.value.retry_after_s
+    assert freed.empty()
+    await worker.release(new)
+    async with asyncio.timeout(5):
+        assert (await freed.get()).free == 6
+    assert len((await worker.extend(old, 1)).tables[0]) == 1
+    assert preempted.empty()  # asked once, not once per refusal
+
+
+async def test_a_dead_holder_gives_back_at_once_and_a_silent_one_in_time(node: Node) -> None:
+    clock = ManualClock()
+    manager = await node.manager(clock=clock)
+    worker, admin = await node.worker("prefill"), await node.connect("admin")
+    tokens = list(range(2 * BLOCK + 1))
+    dead = await Worker(worker.bus, "prefill-dead").acquire("cpu0", tokens, "r1")
+    silent = await worker.acquire("cpu0", tokens, "r2")
+    kept = await worker.acquire("cpu0", tokens, "r3")
+    await worker.commit(silent, tokens)
+    gone = ActorExited(actor="prefill", instance="prefill-dead", pid=1, code=-9)
+    await admin.publish("event.actor.exited", gone)
+    await until(lambda: dead.lease not in manager.node.ledgers["cpu0"].leases)
+    assert (await worker.stats())["cpu0"].expired_leases == 1
+    for _ in range(4):
+        await clock.advance(3.0)
+        assert await worker.renew(kept) == []
+    stats = (await worker.stats())["cpu0"]
+    assert (stats.expired_leases, stats.leases, stats.quarantined) == (2, 1, 1)
+    assert (await worker.commit(silent, tokens)).lost == [silent.lease]
+    assert await worker.renew(silent, kept) == [silent.lease]
+    for _ in range(4):
+        await clock.advance(3.0)
+        await worker.renew(kept)
+    assert (await worker.stats())["cpu0"].quarantined == 0
+    await clock.advance(120.0)
+    assert await worker.renew(kept) == [kept.lease]
+    await clock.advance(120.0)
+    assert everything_back(await worker.stats()) and manager.node.check() == []
+
+
+async def test_late_and_repeated_messages_change_nothing(node: Node) -> None:
+    manager = await node.manager()
+    prefill, decode = await node.worker("prefill"), await node.worker("decode")
+    tokens = list(range(2 * BLOCK + 1))
+    lease = await prefill.acquire("cpu0", tokens)
+    await decode.adopt(lease, "cpu0")
+    assert (await decode.adopt(lease, "cpu0")).table == lease.table
+    with pytest.raises(errors.Conflict):
+        await (await node.worker("decode", "decode-2")).adopt(lease, "cpu0")
+    await prefill.release(lease)  # not its any more
+    assert (await prefill.commit(lease, tokens)).lost == [lease.lease]
+    assert (await prefill.extend(lease, 1)).lost == [lease.lease]
+    assert await prefill.renew(lease) == [lease.lease]
+    assert await decode.renew(lease) == []
+    for _ in range(2):
+        await decode.release(lease)
+    with pytest.raises(errors.Stale):
+        await decode.adopt(lease, "cpu0")
+    stats = (await decode.stats())["cpu0"]
+    assert everything_back({"cpu0": stats}) and stats.unknown_leases >= 4
     assert manager.node.check() == []
+
+
+async def test_bad_messages_are_refused_and_the_manager_goes_on(node: Node) -> None:
+    await node.manager()
+    worker = await node.worker("prefill")
+    lease = await worker.acquire("cpu0", list(range(BLOCK)))
+    good = CommitItem(lease=lease.lease, start=0, keys=b"k" * 16)
+    for wrong in (good.model_copy(update={"start": 5}), good.model_copy(update={"keys": b"k" * 17})):
+        with pytest.raises(errors.BadRequest):
+            await worker.ask("commit", Commit(holder=worker.holder, items=[wrong, good]), Renewed)
+    assert (await worker.stats())["cpu0"].active == 1  # the good one was published all the same
+    with pytest.raises(errors.BadRequest):
+        await worker.ask("pin", Pin(pool="cpu0", keys=b"x", ttl_s=1), Pinned)
+    assert (await worker.ask("pin", Pin(pool="cpu0", keys=b"k" * 16, ttl_s=9), Pinned)).pages == 1
+    assert (await worker.stats())["cpu0"].pinned == 1
+
+
+def receiver(into: asyncio.Queue[M], kind: type[M]) -> Callable[[Msg], Awaitable[None]]:
+    async def receive(msg: Msg) -> None:
+        into.put_nowait(decode(msg.data, kind))
+
+    return receive

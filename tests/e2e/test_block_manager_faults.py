@@ -1,0 +1,172 @@
+"""Block manager and mover as processes that are killed, stopped and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared import errors
+from shared.handles import unpack_u32
+from shared.messages import ActorExited, Lease
+from shared.pool import attach, shm
+from tests.support.node import BLOCK, Node, Worker, everything_back, fill
+
+TOKENS = list(range(5 * BLOCK + 3))
+
+
+class Processes:
+    """The node's actors, each a process of its own."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, actor: str) -> None:
+        settings = {
+            "STATE_DIR": str(self.node.state_dir),
+            "NUM_BLOCKS_OVERRIDE": "32",
+            "MAX_NUM_SEQS": "8",
+            "PREFILL_POOL": "a",
+            "DECODE_POOL": "b",
+            "INSTANCE": f"{actor}-1",
+        }
+        environment = {**os.environ, **{f"KVRELAY_{name}": value for name, value in settings.items()}}
+        self.running[actor] = subprocess.Popen([sys.executable, "-m", f"services.{actor}"], env=environment)
+
+    def send(self, actor: str, number: int) -> None:
+        self.running[actor].send_signal(number)
+
+    def stop(self, actor: str, number: int = signal.SIGTERM) -> int:
+        process = self.running.pop(actor)
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+        return process.wait(10)
+
+    async def ready(self, worker: Worker) -> None:
+        """Returns when a hand-over between the pools works."""
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(errors.Unavailable, errors.Timeout):
+                    lease = await worker.acquire("a", [1, 2, 3], "probe", timeout_s=2)
+                    try:
+                        await worker.adopt(lease, "b", timeout_s=4)
+                        return
+                    finally:
+                        await worker.release(lease)
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
+    async with contextlib.AsyncExitStack() as stack:
+        node = Node(tmp_path, stack)
+        await node.server.start()
+        stack.push_async_callback(node.server.stop)
+        processes = Processes(node)
+        try:
+            for actor in ("block_manager", "offload"):
+                processes.start(actor)
+            yield processes
+        finally:
+            for actor in list(processes.running):
+                processes.stop(actor)
+            assert [shm.pool_path(name, tmp_path).exists() for name in "ab"] == [False, False]
+
+
+async def prefilled(worker: Worker, request_id: str = "r1") -> Lease:
+    """A lease in pool a whose full pages are written and committed."""
+    lease = await worker.acquire("a", TOKENS, request_id)
+    pool = attach(await worker.describe("a"))
+    fill(pool.pages, lease.table, 1)
+    await worker.commit(lease, TOKENS)
+    return lease
+
+
+async def test_a_killed_block_manager_leaves_stale_handles_and_a_working_successor(processes: Processes) -> None:
+    prefill, decode = await processes.node.worker("prefill"), await processes.node.worker("decode")
+    await processes.ready(prefill)
+    lease = await prefilled(prefill)
+    pool = attach(await prefill.describe("a"))
+    before = pool.pages[unpack_u32(lease.table.indices)].copy()
+    processes.stop("block_manager", signal.SIGKILL)
+    pool.check(lease.table, tail=lease.tail)  # the memory is still there, and nobody recycles it
+    with pytest.raises(errors.Unavailable):
+        await prefill.acquire("a", TOKENS, "r2", timeout_s=2)
+
+    processes.start("block_manager")
+    await processes.ready(prefill)
+    with pytest.raises(errors.Stale):
+        pool.check(lease.table, tail=lease.tail)
+    np.testing.assert_array_equal(pool.pages[unpack_u32(lease.table.indices)], before)
+    with pytest.raises(errors.Stale):
+        await decode.adopt(lease, "b")
+    fresh = await prefill.acquire("a", TOKENS, "r2")
+    assert fresh.cached_tokens == 0 and fresh.lease != lease.lease
+    assert await prefill.renew(lease, fresh) == [lease.lease]
+    await prefill.release(lease)  # an old number never names a new lease
+    assert await prefill.renew(fresh) == []
+    await prefill.release(fresh)
+    assert everything_back(await prefill.stats())
+
+
+async def test_a_mover_that_stops_answering_costs_a_hand_over_and_no_page(processes: Processes) -> None:
+    prefill, decode = await processes.node.worker("prefill"), await processes.node.worker("decode")
+    admin = await processes.node.connect("admin")
+    await processes.ready(prefill)
+    lease = await prefilled(prefill)
+    processes.send("offload", signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(errors.Unavailable, match="copied"):
+        await decode.adopt(lease, "b")
+    assert time.monotonic() - began < 5
+    stats = await prefill.stats()
+    assert (stats["b"].quarantined, stats["a"].leases, stats["b"].leases) == (6, 1, 0)
+    assert await prefill.renew(lease) == []  # still prefill's: it may try elsewhere
+
+    processes.stop("offload", signal.SIGKILL)
+    processes.start("offload")
+    assert (await prefill.stats())["b"].quarantined == 6  # not proven yet
+    await admin.publish("event.actor.exited", ActorExited(actor="offload", instance="offload-1", pid=1, code=-9))
+    async with asyncio.timeout(8):
+        while (await prefill.stats())["b"].quarantined:
+            await asyncio.sleep(0.1)
+    await processes.ready(prefill)
+    adopted = await decode.adopt(lease, "b")
+    target = attach(await decode.describe("b"))
+    source = attach(await decode.describe("a"))
+    np.testing.assert_array_equal(
+        target.pages[unpack_u32(adopted.table.indices)], source.pages[unpack_u32(lease.table.indices)]
+    )
+    await decode.release(adopted)
+    assert everything_back(await prefill.stats())
+
+
+async def test_a_mover_that_was_only_slow_says_so_when_it_is_back(processes: Processes) -> None:
+    prefill, decode = await processes.node.worker("prefill"), await processes.node.worker("decode")
+    await processes.ready(prefill)
+    lease = await prefilled(prefill)
+    processes.send("offload", signal.SIGSTOP)
+    with pytest.raises(errors.Unavailable):
+        await decode.adopt(lease, "b")
+    await prefill.release(lease)  # cancelled meanwhile
+    assert (await prefill.stats())["b"].quarantined == 6
+    processes.send("offload", signal.SIGCONT)
+    async with asyncio.timeout(8):
+        while (await prefill.stats())["b"].quarantined:
+            await asyncio.sleep(0.1)
+    assert everything_back(await prefill.stats())
+
+
+async def test_sigterm_ends_both_cleanly(processes: Processes) -> None:
+    await processes.ready(await processes.node.worker("prefill"))
+    assert [processes.stop(actor) for actor in ("offload", "block_manager")] == [0, 0]

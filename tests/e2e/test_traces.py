@@ -1,0 +1,86 @@
+"""The pipeline as one trace per request: exported by real processes to a real collector."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.pipeline import Pipeline, collect, pipeline
+from tests.support.otlp import OtlpReceiver, ReceivedSpan, orphans
+
+MAX_NAMES = 40
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def running(collector: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    state: Path = tmp_path_factory.mktemp("traces")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVRELAY_OTLP_ENDPOINT", collector.endpoint)
+        with pipeline(state, "--num-blocks-override", "256") as started:
+            yield started
+
+
+def of(spans: list[ReceivedSpan], trace_id: str) -> list[ReceivedSpan]:
+    return [span for span in spans if span.trace_id == trace_id]
+
+
+async def test_each_request_is_one_whole_trace_over_all_its_actors(running: Pipeline, collector: OtlpReceiver) -> None:
+    async with running.nats() as client:
+        answers = await asyncio.gather(
+            *(collect(client, {"prompt": f"Tell me about the number {n}", "max_tokens": 24}) for n in range(6))
+        )
+    async with httpx.AsyncClient(base_url=running.url, timeout=60) as web:
+        whole = await web.post("/v1/completions", json={"prompt": "Once", "max_tokens": 4})
+    assert whole.status_code == 200
+    traces = {answer["trace_id"] for answer in answers}
+    assert len(traces) == 6
+
+    def complete(spans: list[ReceivedSpan]) -> bool:
+        ended = [span for span in spans if span.name == "decode.sequence"]
+        return len(ended) >= 7 and len({span.trace_id for span in spans if not span.parent_id}) >= 7
+
+    spans = await asyncio.to_thread(collector.wait, complete)
+    await asyncio.sleep(2.5)  # exporters send once a second: whatever is still to come is here after two of them
+    spans = collector.spans
+    assert not orphans(spans), {span.name for span in orphans(spans)}
+    for trace_id in traces:
+        found = of(spans, trace_id)
+        assert {"gateway", "prefill", "decode", "block_manager"} <= {span.service for span in found}
+        assert len([span for span in found if not span.parent_id]) == 1
+        assert [span.service for span in found if "gen_ai.usage.output_tokens" in span.attributes] == ["gateway"]
+        root = next(span for span in found if not span.parent_id)
+        assert all(root.start_ns <= span.start_ns <= span.end_ns for span in found)
+    assert len({span.name for span in spans}) < MAX_NAMES
+    assert max(len(span.events) for span in spans) <= 64, "128 are kept, the rest would vanish"
+
+
+async def test_a_cancelled_request_ends_all_its_spans(running: Pipeline, collector: OtlpReceiver) -> None:
+    before = {span.trace_id for span in collector.spans}
+    async with running.nats() as client:
+        inbox = client.new_inbox()
+        subscription = await client.subscribe(inbox)
+        body = b'{"prompt": "Count to a million", "max_tokens": 2000, "stream": true, "sampling": {"ignore_eos": true}}'
+        await client.publish("kvrelay.gateway.generate", body, reply=inbox)
+        for _ in range(5):
+            await subscription.next_msg(30)
+        await subscription.unsubscribe()
+
+    def ended(spans: list[ReceivedSpan]) -> bool:
+        new = [span for span in spans if span.trace_id not in before]
+        return any(not span.parent_id for span in new) and any(span.name == "decode.sequence" for span in new)
+
+    spans = await asyncio.to_thread(collector.wait, ended)
+    new = [span for span in spans if span.trace_id not in before]
+    root = next(span for span in new if not span.parent_id)
+    assert root.failed and root.attributes["error.type"] == "Cancelled"
+    assert not orphans(new)

@@ -18,6 +18,7 @@ import secrets
 import shutil
 import struct
 import time
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,9 @@ HEADER: Final = struct.Struct("<8sIIIIQQQ")
 EPOCH_AT: Final = 12
 PAGE: Final = 4096
 PATIENCE_S = 3.0
+UNFINISHED_S: Final = 60.0
+"""A file that is still being made after this long has lost its maker."""
+_PREFIX: Final = "kvrelay-"
 
 
 def _round_up(value: int) -> int:
@@ -97,7 +101,7 @@ def directory() -> Path:
 def pool_path(name: str, state_dir: Path | str) -> Path:
     """The file of pool `name` of the pipeline whose state lives in `state_dir`; two pipelines never share one."""
     owner = blake2b(os.fsencode(Path(state_dir).resolve()), digest_size=6).hexdigest()
-    return directory() / f"kvrelay-{owner}-{name}"
+    return directory() / f"{_PREFIX}{owner}-{name}"
 
 
 def create(name: str, state_dir: Path | str, layout: Layout, blocks: int, tails: int) -> ShmPool:
@@ -154,53 +158,48 @@ def _without_epoch(geometry: Geometry) -> bytes:
 
 
 def _retire(path: Path) -> None:
-    """Ends an earlier incarnation found under `path`, and removes files of owners that died while creating one.
+    """Ends an earlier incarnation found under `path`, and clears away what other owners left when they were killed.
 
     A predecessor that is still dying (unmapping a large pool takes a while) gets `PATIENCE_S` to let go of its lock.
     """
-    for leftover in path.parent.glob(f"{path.name}.*"):
-        _remove_unlocked(leftover)
+    give_up = time.monotonic() + PATIENCE_S
+    while not _remove_unlocked(path):
+        if time.monotonic() > give_up:
+            raise Misconfigured(f"another block manager owns {path}; stop it, or use another --state-dir or pool name")
+        time.sleep(0.05)
+    for other in path.parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError, Misconfigured):  # another user's, or gone by now
+            if not other.suffix or time.time() - other.stat().st_mtime > UNFINISHED_S:
+                _remove_unlocked(other)
+
+
+def _remove_unlocked(path: Path) -> bool:
+    """Removes a pool file whose owner is dead, after telling its readers; True if it is gone, False if its owner lives.
+
+    A file gets its final name only once it is locked, so whoever can lock it may remove it.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return
+        return True
     except OSError as error:
         raise Misconfigured(f"cannot open {path}: {error.strerror}; remove it or set KVRELAY_SHM_DIR") from error
     try:
-        give_up = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > give_up:
-                    raise Misconfigured(
-                        f"another block manager owns {path}; stop it, or use another --state-dir or pool name"
-                    ) from error
-                time.sleep(0.05)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.pread(descriptor, len(MAGIC), 0) == MAGIC:
             os.pwrite(descriptor, bytes(4), EPOCH_AT)
         path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
-
-
-def _remove_unlocked(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
+        return True
     except BlockingIOError:
-        return  # its owner lives
+        return False
     finally:
         os.close(descriptor)
 
 
 def _explained(error: OSError, name: str, geometry: Geometry) -> Misconfigured:
     place = directory()
+    if error.errno == errno.EEXIST:
+        return Misconfigured(f"another block manager has just created pool {name} in {place}; stop one of the two")
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
         return Misconfigured(f"cannot create pool {name} in {place}: {error.strerror}; set KVRELAY_SHM_DIR")
     try:

@@ -112,12 +112,23 @@ def test_a_living_owner_is_not_succeeded(tmp_path: Path, monkeypatch: pytest.Mon
     make_pool(tmp_path).close()
 
 
-def test_files_of_owners_that_died_while_creating_are_removed(tmp_path: Path) -> None:
+def test_what_killed_owners_left_is_cleared_away_and_the_living_are_not_touched(tmp_path: Path) -> None:
+    process, epoch = owner_process(tmp_path / "killed")
+    with process:
+        reader = attach(describe_killed(shm.pool_path("p", tmp_path / "killed"), epoch))
+        os.kill(process.pid, signal.SIGKILL)
+    living = make_pool(tmp_path / "living")
     path = shm.pool_path("p", tmp_path)
-    leftover = path.with_name(f"{path.name}.99999")
-    leftover.write_bytes(b"half")
+    unfinished, fresh = (path.with_name(f"{path.name}.{pid}") for pid in (99998, 99999))
+    for file in (unfinished, fresh):
+        file.write_bytes(b"half")
+    os.utime(unfinished, (0, 0))
     make_pool(tmp_path).close()
-    assert not leftover.exists()
+    assert reader.live_epoch() == 0 and not reader.path.exists()
+    assert not unfinished.exists() and fresh.exists(), "somebody may be making it right now"
+    assert living.live_epoch() == living.epoch and living.path.exists()
+    fresh.unlink()
+    living.close()
 
 
 @pytest.mark.parametrize("change", [{"blocks": 9}, {"tails": 3}])

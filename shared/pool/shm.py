@@ -10,6 +10,7 @@ unlinks it, and makes a new file: old readers keep old memory and can never see 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -17,6 +18,7 @@ import os
 import secrets
 import shutil
 import struct
+import threading
 import time
 from contextlib import suppress
 from hashlib import blake2b
@@ -38,6 +40,9 @@ PAGE: Final = 4096
 PATIENCE_S = 3.0
 UNFINISHED_S: Final = 60.0
 """A file that is still being made after this long has lost its maker."""
+WARM_BYTES: Final = 16 << 30
+WARM_STEP: Final = 16 << 20
+MADV_POPULATE_WRITE: Final = 23
 _PREFIX: Final = "kvrelay-"
 
 
@@ -81,6 +86,19 @@ class ShmPool(Pool):
 
     def live_epoch(self) -> int:
         return int(self._epoch[0])
+
+    def warm(self) -> None:
+        """Fills this process's page tables, about 1 µs per 4 KiB, which the first touch of each page would cost else.
+
+        Where the kernel cannot do that (before Linux 5.14), nothing happens.
+        """
+        pages, libc = self.pages, ctypes.CDLL(None)
+        for at in range(0, min(pages.nbytes, WARM_BYTES), WARM_STEP):
+            if self.pages is not pages:  # closed
+                return
+            size = min(WARM_STEP, pages.nbytes - at)
+            if libc.madvise(ctypes.c_void_p(pages.ctypes.data + at), ctypes.c_size_t(size), MADV_POPULATE_WRITE):
+                return
 
     def close(self) -> None:
         if self._owned is not None:
@@ -147,9 +165,11 @@ def attach(description: PoolDescription) -> ShmPool:
             raise Stale(f"pool {description.pool} has been created anew")
         if os.fstat(descriptor).st_size < geometry.total:
             raise Conflict(f"the file of pool {description.pool} is shorter than its geometry")
-        return ShmPool(description.pool, Path(description.path), description.epoch, geometry, descriptor, owner=False)
+        pool = ShmPool(description.pool, Path(description.path), description.epoch, geometry, descriptor, owner=False)
     finally:
         os.close(descriptor)  # the mapping keeps the memory
+    threading.Thread(target=pool.warm, name="pool-warm", daemon=True).start()
+    return pool
 
 
 def _without_epoch(geometry: Geometry) -> bytes:

@@ -43,7 +43,13 @@ static void finish(const job *j, int64_t panel, int64_t first, int64_t rows, con
     for (int64_t r = 0; r < rows; r++) {
         float *y = j->y + (first + r) * j->ld + column;
         const float *t = tile + r * 32;
-        for (int64_t c = 0; c < columns; c++) {
+        int64_t c = 0;
+        for (; c + 16 <= columns; c += 16) {
+            kv_f16 value = kv_load(t + c);
+            if (w->bias) value = kv_add(value, kv_load(w->bias + column + c));
+            kv_store(y + c, j->result == KV_ADD ? kv_add(kv_load(y + c), value) : value);
+        }
+        for (; c < columns; c++) {
             float value = w->bias ? t[c] + w->bias[column + c] : t[c];
             y[c] = j->result == KV_ADD ? y[c] + value : value;
         }

@@ -9,7 +9,7 @@
 #define MAX_R 1
 #endif
 
-#define CHUNK (KV_CHUNK_GROUPS / 2) /* floats are twice as wide */
+#define CHUNK 4 /* groups decoded at a time: 16 KiB */
 
 typedef struct {
     const float *weights; /* [group][block][32 k][16 rows], codes where there are scales */

@@ -5,10 +5,10 @@
 #include "linear.h"
 
 /* Up to so many rows, weights are decoded in registers at each use; beyond, once into a buffer in the L1 cache. */
-#define KV_SMALL_ROWS 8
+#define KV_SMALL_ROWS 16
 
-/* Groups decoded at a time: 18 × 2 blocks × 1 KiB of bf16 stay in a 48 KiB L1 cache together with the rows. */
-#define KV_CHUNK_GROUPS 18
+/* Groups decoded at a time: 9 × 2 blocks × 1 KiB of bf16 leave room in the L1 cache for the rows. */
+#define KV_CHUNK_GROUPS 9
 
 KV_INLINE int64_t kv_group_bytes(int32_t format) {
     return format == KV_W_F32 ? 2048 : format == KV_W_BF16 ? 1024 : format == KV_W_Q8 ? 576 : 320;

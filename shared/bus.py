@@ -9,8 +9,8 @@ it was sent from, is checked against the server's payload limit, and fails with 
     credentials or a permission      Unauthorized
     the other side said so           the error it sent
 
-nats-py goes on publishing into a buffer while it reconnects. We do not: a message that leaves seconds late, when its
-caller has given up, does harm. `request` waits for the connection, within its own timeout, before it sends.
+nats-py goes on publishing into a buffer while it reconnects. We do not: what leaves seconds late, when its caller has
+given up, does harm. `request` waits for the connection, within its own timeout, before it sends.
 
 Who is still listening? A stream, and a `watched` request, has an inbox of its own and stops listening when its consumer
 does. The serving side gives every message of a stream a reply subject (`watch`). Nobody ever answers it, but when the
@@ -23,40 +23,39 @@ A client whose host vanishes without closing its socket is noticed when the NATS
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
 import nats.errors
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from pydantic import BaseModel
 
 from shared import headers as names
 from shared import telemetry, wire
-from shared.bus_connection import Connection
+from shared.bus_connection import Connection, Handler
 from shared.bus_inbox import Inbox, Watch
 from shared.bus_stream import Arrivals, raise_error
 from shared.errors import BadRequest, KvrelayError, Timeout, TooLarge, Unauthorized, Unavailable
 
 M = TypeVar("M", bound=BaseModel)
-Handler = Callable[[Msg], Awaitable[None]]
 
 KEEPALIVE_S = 1.0
 IDLE_TIMEOUT_S = 5.0
+DEFAULT_INBOX = "_INBOX"
 _HEADER_FRAME = 12  # "NATS/1.0\r\n" and the closing "\r\n"
 
 
 class Bus:
     """See the module. Made by `connect`; used from one event loop."""
 
-    def __init__(self, connection: Connection, namespace: str) -> None:
+    def __init__(self, connection: Connection, namespace: str, inbox_prefix: str) -> None:
         self.connection = connection
         self.namespace = namespace
         self._nc: Client = connection.client
-        self._inbox = Inbox(self._nc.new_inbox())
+        self._inbox = Inbox(f"{inbox_prefix}.{secrets.token_hex(11)}")
         connection.on_lost = self._inbox.fail
         connection.on_forbidden = self._inbox.fail
 
@@ -73,19 +72,22 @@ class Bus:
     ) -> Bus:
         """Connects once, without retry; a connection that is lost later comes back by itself.
 
-        Raises Unauthorized (credentials, or no right to an inbox) or Unavailable.
+        Answers arrive below `_INBOX_<user>`, which other roles may not listen to, or below NATS's common `_INBOX` where
+        the user has no inbox of its own. Raises Unauthorized (credentials, or no right to an inbox) or Unavailable.
         """
         connection = await Connection.open(
             url, user=user, password=password, name=name, namespace=namespace, timeout_s=timeout_s
         )
-        bus = cls(connection, namespace)
+        prefixes = [f"{DEFAULT_INBOX}_{user}", DEFAULT_INBOX] if user is not None else [DEFAULT_INBOX]
         try:
-            await bus._listen(bus._inbox.subject, bus._inbox.on_message)
-            await connection.settle(bus._inbox.subject)
+            for prefix in prefixes:
+                bus = cls(connection, namespace, prefix)
+                if await bus._open_inbox():
+                    return bus
+            raise Unauthorized(f"NATS gives the user {user!r} no inbox to receive answers in")
         except BaseException:
             await connection.close()
             raise
-        return bus
 
     @property
     def up(self) -> bool:
@@ -167,7 +169,7 @@ class Bus:
         Unauthorized if it did not.
         """
         full = self.subject(subject)
-        subscription = await self._listen(full, handler, queue)
+        subscription = await self.connection.listen(full, handler, queue)
         await self.connection.settle(full)
         return subscription
 
@@ -219,6 +221,17 @@ class Bus:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    async def _open_inbox(self) -> bool:
+        """Whether NATS lets this user listen to the bus's inbox."""
+        subscription = await self.connection.listen(self._inbox.subject, self._inbox.on_message)
+        try:
+            await self.connection.settle(self._inbox.subject)
+            return True
+        except Unauthorized:
+            self.connection.violations.clear()
+            await self.connection.forget(subscription)
+            return False
+
     async def _ask(
         self, subject: str, message: BaseModel, timeout_s: float, headers: Mapping[str, str] | None
     ) -> bytes:
@@ -230,9 +243,7 @@ class Bus:
         answer = self._inbox.expect(full, loop)
         timer = loop.call_at(deadline, answer.fail, Timeout(f"{subject} did not answer within {timeout_s:g} s"))
         try:
-            out = _budget(deadline - loop.time())
-            if headers:
-                out.update(headers)
+            out = {**_budget(deadline - loop.time()), **(headers or {})}
             await self._send(full, wire.encode(message), out, answer.reply)
             reply = await answer.future
         finally:
@@ -254,27 +265,18 @@ class Bus:
         if not self.connection.up:
             await self.connection.wait_up(min(idle_timeout_s, timeout_s or idle_timeout_s))
         full = self.subject(subject)
-        inbox: str = self._nc.new_inbox()
-        subscription = await self._listen(inbox, arrivals.put)
-        self._inbox.open_stream(full, inbox, arrivals.fail)
+        inbox = self._inbox.open_stream(full, arrivals.fail)
+        subscription = None
         try:
-            out = {names.KEEPALIVE: "1", **(_budget(timeout_s) if timeout_s is not None else {}), **(headers or {})}
+            subscription = await self.connection.listen(inbox, arrivals.put)
+            out = {names.KEEPALIVE: "1", **_budget(timeout_s), **(headers or {})}
             await self._send(full, wire.encode(message), out, inbox)
             while body := await arrivals.next():
                 yield body
         finally:
             self._inbox.close_stream(inbox)
-            await self.connection.forget(subscription)
-
-    async def _listen(self, full: str, handler: Handler, queue: str = "") -> Subscription:
-        # nats-py's loop runs handlers in the context of whoever subscribed: give it an empty one
-        subscribing = self._nc.subscribe(full, queue=queue, cb=handler)
-        try:
-            return await asyncio.get_running_loop().create_task(subscribing, context=contextvars.Context())
-        except nats.errors.BadSubjectError as error:
-            raise BadRequest(f"not a subject NATS accepts: {full!r}") from error
-        except nats.errors.Error as error:
-            raise Unavailable("the connection to NATS is closed") from error
+            if subscription is not None:
+                await self.connection.forget(subscription)
 
     async def _send(
         self, full: str, body: bytes, headers: dict[str, str] | None, reply: str = "", *, traced: bool = True
@@ -294,5 +296,5 @@ class Bus:
             raise Unavailable("the connection to NATS is closed") from error
 
 
-def _budget(seconds: float) -> dict[str, str]:
-    return {names.TIMEOUT_MS: str(max(1, round(seconds * 1000)))}
+def _budget(seconds: float | None) -> dict[str, str]:
+    return {names.TIMEOUT_MS: str(max(1, round(seconds * 1000)))} if seconds is not None else {}

@@ -8,19 +8,23 @@ subject is not among them: its caller chose it, and must not be able to make us 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from shared import logs
-from shared.errors import KvrelayError, Unauthorized, Unavailable
+from shared.errors import BadRequest, KvrelayError, Unauthorized, Unavailable
 
 RECONNECT_WAIT_S = 0.1
 SETTLE_TIMEOUT_S = 5
-_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
+
+Handler = Callable[[Msg], Awaitable[None]]
 
 log = logs.get()
 
@@ -34,11 +38,11 @@ class Connection:
         self.failure: KvrelayError | None = None
         self.closed = asyncio.Event()
         self.violations: dict[str, Unauthorized] = {}
-        self.dropped = 0
         self.on_lost: Callable[[KvrelayError], None] = lambda error: None
         self.on_forbidden: Callable[[KvrelayError, str], None] = lambda error, subject: None
         self._up = asyncio.Event()
         self._closing = False
+        self._ending: asyncio.Task[None] | None = None
         self._first_error: asyncio.Future[Exception] | None = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -71,9 +75,20 @@ class Connection:
             await self.client.flush(SETTLE_TIMEOUT_S)
         except (nats.errors.Error, TimeoutError) as error:
             raise Unavailable("NATS did not answer") from error
-        forbidden = self.violations.get(f"subscription to {subject}")
+        forbidden = self.violations.get(f"subscription to {subject.lower()}")
         if forbidden is not None:
             raise forbidden
+
+    async def listen(self, full: str, handler: Handler, queue: str = "") -> Subscription:
+        """Calls `handler` with each message to `full`, in an empty context. Whether NATS allows it is for `settle`."""
+        # nats-py's loop runs handlers in the context of whoever subscribed: a span there would adopt every message
+        subscribing = self.client.subscribe(full, queue=queue, cb=handler)
+        try:
+            return await asyncio.get_running_loop().create_task(subscribing, context=contextvars.Context())
+        except nats.errors.BadSubjectError as error:
+            raise BadRequest(f"not a subject NATS accepts: {full!r}") from error
+        except nats.errors.Error as error:
+            raise Unavailable("the connection to NATS is closed") from error
 
     async def finish(self, subscription: Subscription) -> None:
         """Stops listening after what the server has already sent is handled. Harmless on a lost connection."""
@@ -108,7 +123,6 @@ class Connection:
                 user=user,
                 password=password,
                 name=name,
-                inbox_prefix=f"_INBOX_{user}" if user else "_INBOX",
                 connect_timeout=max(1, round(timeout_s)),
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # nats-py sleeps on it as it is
@@ -139,25 +153,24 @@ class Connection:
             if not self._first_error.done():
                 self._first_error.set_result(error)
             return
-        violation = _VIOLATION.search(str(error))
+        violation = _VIOLATION.search(str(error).lower())
         if violation is not None:
-            verb, subject = violation[1].lower(), violation[2]
+            verb, subject = violation.groups()
             refused = Unauthorized(f"NATS forbids this user the {verb} to {subject}")
             log.error("NATS permission missing", what=verb, subject=subject)
-            if verb == "subscription" or subject.startswith(f"{self.namespace}."):
+            if verb == "subscription" or subject.startswith(f"{self.namespace.lower()}."):
                 self.violations[f"{verb} to {subject}"] = refused
             self.on_forbidden(refused, subject)
         elif isinstance(error, nats.errors.SlowConsumerError):
-            self.dropped += 1
             log.error("messages lost: a subscription's queue is full", subject=error.subject)
         elif _is_auth(error):
             self.failure = Unauthorized("NATS no longer accepts these credentials")
             log.error("NATS refused the credentials; giving up")
-            asyncio.get_running_loop().create_task(self.client.close()).add_done_callback(lambda _: None)
-        elif self.up:
-            log.error("error in a message handler", exc_info=error)
-        else:
+            self._ending = asyncio.get_running_loop().create_task(self.client.close())
+        elif isinstance(error, (nats.errors.Error, OSError, TimeoutError)):
             log.debug("NATS connection", error=str(error))
+        else:
+            log.error("error in a message handler", exc_info=error)
 
     async def _on_disconnected(self) -> None:
         self._up.clear()

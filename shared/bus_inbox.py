@@ -81,9 +81,11 @@ class Inbox:
         """Forgets `watch`."""
         self._watches.pop(watch.subject, None)
 
-    def open_stream(self, subject: str, inbox: str, fail: Callable[[KvrelayError], None]) -> None:
-        """A stream from `subject` arrives on an inbox of its own; `fail` ends it when the connection breaks."""
+    def open_stream(self, subject: str, fail: Callable[[KvrelayError], None]) -> str:
+        """An inbox of its own for a stream from `subject`; `fail` ends the stream when the connection breaks."""
+        inbox = f"{self.prefix}.stream.{next(self._tokens):x}"
         self._streams[inbox] = (subject, fail)
+        return inbox
 
     def close_stream(self, inbox: str) -> None:
         """Forgets the stream."""
@@ -101,12 +103,12 @@ class Inbox:
             watch.fire()
 
     def fail(self, error: KvrelayError, subject: str | None = None) -> None:
-        """Ends every exchange with `error`; only those with `subject` if one is given."""
+        """Ends every exchange with `error`; only those with `subject`, in any case, if one is given."""
         for answer in list(self._answers.values()):
-            if subject is None or answer.subject == subject:
+            if subject is None or answer.subject.lower() == subject.lower():
                 answer.fail(error)
         for asked, fail in list(self._streams.values()):
-            if subject is None or asked == subject:
+            if subject is None or asked.lower() == subject.lower():
                 fail(error)
 
     def _new(self) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from infra.nats.server import NatsServer
+from infra.nats.server import NatsServer, find_binary
 from shared import errors
 from shared.actor import Actor, Call, handles
 from shared.bus import Bus
@@ -83,11 +85,56 @@ async def test_a_forbidden_subscription_is_refused(nats_server: NatsServer) -> N
     await bus.close()
 
 
+OTHERS_CONFIG = """
+listen: "127.0.0.1:-1"
+ports_file_dir: {folder}
+authorization {{
+  users = [
+    {{user: common, password: pw, permissions: {{publish: ">", subscribe: ["_INBOX.>"]}}}}
+    {{user: deaf, password: pw, permissions: {{publish: ">", subscribe: ["nothing"]}}}}
+    {{user: server, password: pw}}
+  ]
+}}
+"""
+
+
+@pytest.fixture
+async def others_server(tmp_path: Path) -> AsyncIterator[str]:
+    """The URL of a server somebody else configured, who knows of no inboxes per role."""
+    (tmp_path / "server.conf").write_text(OTHERS_CONFIG.format(folder=json.dumps(str(tmp_path))))
+    process = await asyncio.create_subprocess_exec(
+        str(find_binary()), "-c", str(tmp_path / "server.conf"), stderr=asyncio.subprocess.DEVNULL
+    )
+    ports = tmp_path / f"nats-server_{process.pid}.ports"
+    await until(lambda: ports.exists() and ports.read_text())
+    yield json.loads(ports.read_text())["nats"][0]
+    process.terminate()
+    await process.wait()
+
+
+async def test_a_user_without_an_inbox_of_its_own_uses_the_common_one(others_server: str) -> None:
+    server = await Bus.connect(others_server, user="server", password="pw")
+    client = await Bus.connect(others_server, user="common", password="pw")
+    async with running(Gateway, server):
+        assert (await client.request("gateway.generate", Ask(text="x"), Ask, timeout_s=2)).text == "x"
+        assert len([item async for item in _first(client, 3)]) == 3
+        assert client.forbidden is None
+    await client.close()
+    await server.close()
+
+
+async def test_a_user_without_any_inbox_is_refused(others_server: str) -> None:
+    with pytest.raises(errors.Unauthorized, match="no inbox"):
+        await Bus.connect(others_server, user="deaf", password="pw")
+
+
 async def test_an_actor_with_the_wrong_role_does_not_start(nats_server: NatsServer) -> None:
-    bus = await connect(nats_server, "decode")
-    with pytest.raises(errors.Unauthorized, match=r"kvrelay\.gateway\."):
-        await Gateway(bus, CommonSettings()).start()
-    await bus.close()
+    login = nats_server.credentials.roles["decode"]
+    for namespace in ("kvrelay", "KVRelay"):
+        bus = await Bus.connect(nats_server.url, user="decode", password=login.password, namespace=namespace)
+        with pytest.raises(errors.Unauthorized, match=r"kvrelay\.gateway\."):
+            await Gateway(bus, CommonSettings()).start()
+        await bus.close()
 
 
 async def test_a_forbidden_request_fails_at_once_and_unreadies_the_actor(nats_server: NatsServer) -> None:

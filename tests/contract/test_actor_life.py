@@ -52,6 +52,12 @@ class Worker(Actor):
         self.later.append(self.spawn("later", self._later()))
         return message
 
+    @handles("items", Ask)
+    async def items(self, message: Ask, call: Call) -> AsyncIterator[Ask]:
+        yield Ask(text="first")
+        await self.release.wait()
+        yield Ask(text="last")
+
     @handles("release", Empty, to="instance")
     def let_go(self, message: Empty, call: Call) -> None:
         self.release.set()
@@ -143,6 +149,19 @@ async def test_drain_answers_what_was_accepted_and_refuses_the_rest(connect: Con
     assert sorted([answer.count for answer in await asyncio.gather(*accepted)]) == list(range(40))
     await draining
     assert all(task.done() for task in worker.later)
+
+
+async def test_drain_lets_a_stream_come_to_its_end(connect: Connect) -> None:
+    client = await connect()
+    worker = Worker(await connect(), CommonSettings())
+    await worker.start()
+    stream = client.stream("worker.items", Ask(), Ask)
+    assert (await anext(stream)).text == "first"
+    draining = asyncio.create_task(worker.drain())
+    await until(lambda: worker.draining)
+    worker.release.set()
+    assert [item.text async for item in stream] == ["last"]
+    await draining
 
 
 async def _refused(client: Bus) -> None:

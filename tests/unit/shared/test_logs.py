@@ -1,0 +1,62 @@
+"""Log lines: their level, form and trace; and that a failure never shows what a user wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+from opentelemetry import context as otel
+from shared import logs, telemetry
+logs.setup(sys.argv[1], sys.argv[2], actor="prefill")
+log = logs.get()
+log.debug("a detail")
+log.info("started", port=1)
+telemetry.setup("prefill", "prefill-1", None)
+_, below = telemetry.start_request("x", otel.Context(), {})
+token = otel.attach(below)
+log.warning("inside")
+otel.detach(token)
+def handler(prompt):
+    raise RuntimeError("broken")
+try:
+    handler("hunter2")
+except RuntimeError as error:
+    log.error("failed", exc_info=error)
+"""
+
+
+def lines(level: str, form: str) -> str:
+    command = [sys.executable, "-c", PROGRAM, level, form]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not done.stdout, "logs go to stderr; stdout is for answers"
+    return done.stderr
+
+
+@pytest.mark.parametrize("form", ["json", "console", "auto"])
+def test_a_traceback_does_not_show_the_users_words(form: str) -> None:
+    text = lines("info", form)
+    assert "RuntimeError: broken" in text
+    assert "hunter2" not in text
+
+
+def test_json_lines_carry_actor_and_trace() -> None:
+    found = [json.loads(line) for line in lines("info", "json").splitlines()]
+    assert [line["event"] for line in found] == ["started", "inside", "failed"]
+    assert all(line["actor"] == "prefill" and line["timestamp"].endswith("Z") for line in found)
+    assert len(found[1]["trace_id"]) == 32 and "trace_id" not in found[0]
+
+
+def test_the_level_decides_what_is_said() -> None:
+    assert "a detail" in lines("debug", "json")
+    assert "a detail" not in lines("info", "json")
+    assert "inside" not in lines("error", "json")
+
+
+def test_console_is_for_people() -> None:
+    text = lines("info", "console")
+    assert "started" in text and not text.startswith("{")

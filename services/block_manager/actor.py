@@ -42,8 +42,12 @@ from shared.settings import BlockManagerSettings
 HOUSEKEEPING_S: Final = 1.0
 AUDIT_S: Final = 10.0
 PREEMPT_AGAIN_S: Final = 1.0
-AWAIT_COPY_S: Final = 2.0
-"""How long a request waits for pages that another one is already bringing in."""
+COPY_S: Final = 3.0
+COPY_SHARE: Final = 0.6
+"""A copy may take this long, or this share of the time its caller gives us: a miss must still be answered in time."""
+AWAIT_S: Final = 1.0
+AWAIT_SHARE: Final = 0.25
+"""The same for waiting until pages arrive that another request is already bringing in."""
 
 
 class BlockManager(Actor):
@@ -111,10 +115,10 @@ class BlockManager(Actor):
         if not self.settings.enable_prefix_caching:
             message = message.model_copy(update={"keys": b""})
         keys = named(message.keys)
-        await self._arrival(lambda: self.node.awaited(message.pool, keys, message.tokens))
-        grant = self.node.acquire(message, imports=self.copies.available)
+        await self._arrival(call, lambda: self.node.awaited(message.pool, keys, message.tokens))
+        grant = self.node.acquire(message, imports=self.copies.prompt)
         if grant.transfer is not None:
-            task = self._copy(grant.transfer, self._import(grant))
+            task = self._copy(grant.transfer, self._import(grant, _share(call, COPY_S, COPY_SHARE)))
             try:
                 imported = await asyncio.shield(task)
             except asyncio.CancelledError:
@@ -159,14 +163,16 @@ class BlockManager(Actor):
         """Copies pages and tail first if `pool` is another one; until that is verified the lease stays as it was."""
         under_way = self.node.moving.get(message.lease)
         if under_way is None:
-            await self._arrival(lambda: self.node.awaited_by_move(message.lease, message.pool))
+            await self._arrival(call, lambda: self.node.awaited_by_move(message.lease, message.pool))
             under_way = self.node.moving.get(message.lease)
         if under_way is None:
             adopted = self.node.adopt(message.lease, message.holder, message.pool)
             if isinstance(adopted, LeaseRecord):
                 return self._lease(self.node.of(message.lease), adopted)
             under_way = adopted
-            self._moving[message.lease] = self._copy(under_way.transfer, self._move(under_way))
+            self._moving[message.lease] = self._copy(
+                under_way.transfer, self._move(under_way, _share(call, COPY_S, COPY_SHARE))
+            )
         elif (under_way.record.holder, under_way.target.pool) != (message.holder, message.pool):
             raise Conflict(f"lease {message.lease} is being adopted by {under_way.record.holder}")
         under_way.waiting += 1
@@ -235,9 +241,9 @@ class BlockManager(Actor):
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
-    async def _arrival(self, awaited: Callable[[], Transfer | None]) -> None:
+    async def _arrival(self, call: Call, awaited: Callable[[], Transfer | None]) -> None:
         """Waits while another request is already bringing in what this one needs first; not for ever."""
-        until = self.clock.monotonic() + AWAIT_COPY_S
+        until = self.clock.monotonic() + _share(call, AWAIT_S, AWAIT_SHARE)
         while (transfer := awaited()) is not None and self.clock.monotonic() < until:
             await asyncio.wait([self._copying[transfer.transfer]], timeout=until - self.clock.monotonic())
 
@@ -248,10 +254,10 @@ class BlockManager(Actor):
         task.add_done_callback(lambda _: self._copying.pop(transfer.transfer, None))
         return task
 
-    async def _import(self, grant: Grant) -> bool:
+    async def _import(self, grant: Grant, timeout_s: float) -> bool:
         transfer = grant.transfer
         assert transfer is not None
-        outcome = await self.copies.order(transfer)
+        outcome = await self.copies.order(transfer, timeout_s)
         if outcome is Outcome.COPIED:
             return self.node.imported(grant)
         self.node.fail(grant.ledger, grant.record, transfer, proven=outcome is Outcome.FAILED)
@@ -262,10 +268,10 @@ class BlockManager(Actor):
         self.node.release(holder, [record.lease])
         self._feed()
 
-    async def _move(self, move: Move) -> LeaseRecord | KvrelayError:
+    async def _move(self, move: Move, timeout_s: float) -> LeaseRecord | KvrelayError:
         try:
             self.copies.require()
-            outcome = await self.copies.order(move.transfer)
+            outcome = await self.copies.order(move.transfer, timeout_s)
             if outcome is Outcome.COPIED:
                 return self.node.moved(move)
             self.node.unmoved(move, proven=outcome is Outcome.FAILED)
@@ -285,3 +291,8 @@ class BlockManager(Actor):
             tail=ledger.tail_handle(record.tail),
             cached_tokens=record.cached_tokens,
         )
+
+
+def _share(call: Call, limit_s: float, share: float) -> float:
+    """`limit_s`, or that share of the caller's budget if it is less."""
+    return limit_s if call.budget_s is None else min(limit_s, share * call.budget_s)

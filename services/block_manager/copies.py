@@ -13,7 +13,6 @@ from shared.clock import Clock
 from shared.errors import BadRequest, Busy, Conflict, KvrelayError, NotFound, Stale, Unauthorized, Unavailable
 from shared.messages import Copied, Copy, Settle, Settled
 
-COPY_TIMEOUT_S: Final = 3.0
 SETTLE_TIMEOUT_S: Final = 1.0
 SILENT_S: Final = 5.0
 """A mover unheard for this long is not given work."""
@@ -57,6 +56,11 @@ class Copies:
         now = self._clock.monotonic()
         return any(now - heard < SILENT_S for heard in self._heard.values())
 
+    @property
+    def prompt(self) -> bool:
+        """Whether a copy may be expected to be quick: there is a mover, and none of its answers is outstanding."""
+        return self.available and not self._transfers.unproven()
+
     def heard(self, instance: str) -> None:
         self._heard[instance] = self._clock.monotonic()
 
@@ -64,7 +68,7 @@ class Copies:
         """This mover's process has ended; nothing of it writes any more."""
         self._heard.pop(instance, None)
 
-    async def order(self, transfer: Transfer) -> Outcome:
+    async def order(self, transfer: Transfer, timeout_s: float) -> Outcome:
         """Has the bytes copied and verified; says what is known about them afterwards. Never raises."""
         source, target = transfer.tables()
         source_tail, target_tail = transfer.tails()
@@ -76,7 +80,7 @@ class Copies:
             target_tail=target_tail,
         )
         try:
-            copied = await self._bus.request("offload.copy", message, Copied, timeout_s=COPY_TIMEOUT_S)
+            copied = await self._bus.request("offload.copy", message, Copied, timeout_s=timeout_s)
         except _PROVEN as error:
             log.warning("pages not copied", transfer=transfer.transfer, error=error.text)
             return Outcome.FAILED

@@ -167,6 +167,26 @@ async def test_a_mover_that_was_only_slow_says_so_when_it_is_back(processes: Pro
     assert everything_back(await prefill.stats())
 
 
+async def test_a_stopped_mover_makes_another_pools_pages_a_miss_in_time(processes: Processes) -> None:
+    prefill, decode = await processes.node.worker("prefill"), await processes.node.worker("decode")
+    await processes.ready(prefill)
+    theirs = await decode.acquire("b", TOKENS, "r1")
+    await decode.commit(theirs, TOKENS)
+    processes.send("offload", signal.SIGSTOP)
+    mine = await prefill.acquire("a", TOKENS, "r2", timeout_s=2.0)
+    assert mine.cached_tokens == 0
+    began = time.monotonic()
+    again = await prefill.acquire("a", TOKENS, "r3", timeout_s=2.0)  # the mover is not trusted again so soon
+    assert again.cached_tokens == 0 and time.monotonic() - began < 0.5
+    for lease in (mine, again):
+        await prefill.release(lease)
+    await decode.release(theirs)
+    processes.send("offload", signal.SIGCONT)
+    async with asyncio.timeout(8):
+        while not everything_back(await prefill.stats()):
+            await asyncio.sleep(0.1)
+
+
 async def test_sigterm_ends_both_cleanly(processes: Processes) -> None:
     await processes.ready(await processes.node.worker("prefill"))
     assert [processes.stop(actor) for actor in ("offload", "block_manager")] == [0, 0]

@@ -42,6 +42,7 @@ STEPS = "kvrelay.steps"
 PAGES = "kvrelay.pages"
 
 # spans that are not the serving of one message, and events
+QUEUE = "gateway.queue"
 PREFILL_COMPUTE = "prefill.compute"
 DECODE_SEQUENCE = "decode.sequence"
 CHUNK = "kvrelay.chunk"

@@ -8,7 +8,7 @@ from services.gateway.live import Live
 from services.gateway.metrics import Metrics
 from services.gateway.placement import NEEDED, Placement, Sends
 from services.gateway.recall import Recall, Tasks
-from services.gateway.request import Received, State, Verdict
+from services.gateway.request import Received, Request, State, Verdict
 from services.gateway.watch import Watch
 from shared import errors, logs
 from shared.clock import Clock
@@ -43,6 +43,7 @@ class Dispatcher:
             self._recall,
             self.live,
             self.fail,
+            self.died,
             queue_size=queue_size,
             patience_s=patience_s,
         )
@@ -126,17 +127,31 @@ class Dispatcher:
         missing = self._watch.missing(NEEDED)
         for live in list(self.live.values()):
             request = live.request
-            quiet = now - request.progress_at
-            if request.state is State.RUNNING and quiet > self._stall_s / 2:
-                owner = request.owner or ""
-                decoding = request.spoke and not request.handing_over
-                if quiet > self._stall_s and (decoding or not self._watch.healthy(owner)):
-                    self._retry(live, errors.Unavailable(f"{owner} has been silent for {quiet:.0f} s"), "stalled")
+            if request.state is State.RUNNING:
+                quiet = now - request.progress_at
+                if self._lost(request, quiet):
+                    silent = errors.Unavailable(f"{request.owner} has been silent for {quiet:.0f} s")
+                    self._retry(live, silent, "stalled")
             elif request.state is State.QUEUED:
                 if missing:
                     request.trouble(errors.Unavailable(f"no {' and no '.join(missing)} is ready"), now)
                 if request.exhausted(now, self._patience_s):
                     self.fail(live, request.last_error or errors.Unavailable("nobody could serve this request"))
+
+    def _lost(self, request: Request, quiet: float) -> bool:
+        """Whether a request that has heard nothing for `quiet` seconds will never hear anything.
+
+        A prompt may take minutes among others, so a busy prefill worker is left alone. Two heartbeats tell the rest:
+        an owner that is not there, or that has nothing in hand, has lost it. Who decodes speaks at every step.
+        """
+        owner = request.owner or ""
+        idle = self._watch.idle(owner)
+        if quiet <= self._watch.silence_s:
+            return False
+        if not self._watch.alive(owner) or (idle and not request.handing_over):
+            return True
+        decoding = request.spoke and (idle or not request.handing_over)
+        return quiet > self._stall_s and (decoding or not self._watch.healthy(owner))
 
     # --- tokens ------------------------------------------------------------------------------------------------------
 

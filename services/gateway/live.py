@@ -45,6 +45,17 @@ class Live:
         self.span.set_attribute(telemetry.ATTEMPT, self.request.attempt)
         if self.request.finish_reason is not None:
             self.span.set_attribute(telemetry.FINISH_REASON, [self.request.finish_reason])
+        if self.span.is_recording():
+            self._record_queueing()
+
+    def _record_queueing(self) -> None:
+        """The wait for a worker as a span of its own, made afterwards."""
+        request = self.request
+        if request.placed_at is not None:
+            waited = request.placed_at - request.started
+            start, end = round(request.arrival_s * 1e9), round((request.arrival_s + waited) * 1e9)
+            below = trace.set_span_in_context(self.span, otel.Context())
+            telemetry.tracer().start_span(telemetry.QUEUE, below, start_time=start).end(end)
 
     def last(self, now: float) -> Generated:
         """The event that ends the stream: everything but text and tokens."""

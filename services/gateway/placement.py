@@ -48,6 +48,7 @@ class Placement:
         recall: Recall,
         live: Mapping[str, Live],
         fail: Callable[[Live, errors.KvrelayError], None],
+        died: Callable[[str], None],
         *,
         queue_size: int,
         patience_s: float,
@@ -61,6 +62,7 @@ class Placement:
         self._recall = recall
         self._live = live
         self._fail = fail
+        self._died = died
         self._patience_s = patience_s
         self._changed = asyncio.Event()
         self._placing = 0
@@ -114,6 +116,8 @@ class Placement:
             self._busy = 0
             if not request.accepted(accepted.worker, attempt, self._clock.monotonic()):
                 self._recall.tell(accepted.worker, request.id, attempt)
+            elif self._watch.gone(accepted.worker):
+                self._died(accepted.worker)
         finally:
             self._placing -= 1
             self.wake()
@@ -124,7 +128,7 @@ class Placement:
             request.refused(maybe_started=False)
         elif isinstance(error, (errors.Unavailable, errors.Timeout)):
             request.trouble(error, now)
-            request.refused(maybe_started=isinstance(error, errors.Timeout))
+            request.refused(maybe_started=True)  # a lost connection looks like nobody there
             if request.exhausted(now, self._patience_s):
                 self._fail(live, error)
                 return

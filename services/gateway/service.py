@@ -49,7 +49,7 @@ class Service:
         `timeout_s` is what the transport said; the request's own, if shorter, counts. Raises any error of `Intake`,
         Busy when the queue is full, Conflict for an id in use, Unavailable while starting or stopping.
         """
-        now = self._clock.monotonic()
+        now, wall = self._clock.monotonic(), self._clock.wall()
         try:
             intake = self._ready()
             intake.check(generate)
@@ -60,7 +60,7 @@ class Service:
                 generate,
                 tokens,
                 request_id=generate.request_id or uuid.uuid4().hex,
-                wall=self._clock.wall(),
+                wall=wall,
                 now=now,
                 deadline=deadline,
             )

@@ -72,6 +72,19 @@ class Watch:
         """The actor an instance is or was; by the usual form of its name if it was never heard of."""
         return self._kinds.get(instance) or instance.rpartition("-")[0] or instance
 
+    def alive(self, instance: str) -> bool:
+        """Heard of lately."""
+        return instance in self._alive
+
+    def gone(self, instance: str) -> bool:
+        """Seen to exit; silence alone does not count."""
+        return instance in self._exited
+
+    def idle(self, instance: str) -> bool:
+        """Its last heartbeat said that it has nothing in hand."""
+        seen = self._alive.get(instance)
+        return seen is not None and seen.beat.details.get("running") == seen.beat.details.get("waiting") == 0
+
     def healthy(self, instance: str) -> bool:
         """Alive and making progress; it may be draining."""
         seen = self._alive.get(instance)

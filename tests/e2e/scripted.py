@@ -57,6 +57,10 @@ class Worker(Actor):
         super().__init__(*arguments, **keywords)
         self.cancelled: list[tuple[str, int]] = []
         self.told = asyncio.Event()
+        self.report: dict[str, Any] = {}
+
+    def details(self) -> dict[str, Any]:
+        return self.report
 
     @handles("cancel", CancelWork, to="instance")
     def cancel(self, message: CancelWork, call: Call) -> None:
@@ -175,6 +179,7 @@ class Stage:
         assert not self.gateway._dispatcher.live, "an earlier test left a request behind"
         self.script = self.play
         self.answer = self.tokenizer.encode("The quick brown fox jumps over the lazy dog.")
+        self.prefill.report = self.decode.report = {}
         for notes in (self.refusals, self.orders, self.prefill.cancelled, self.decode.cancelled):
             notes.clear()
         self.prefill.told.clear()

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from shared import errors
 from shared.handles import unpack_u32
-from shared.messages import Cancel, CancelResult, Empty, Generate, Generated, ModelCard, Sampling, Work
+from shared.messages import ActorExited, Cancel, CancelResult, Empty, Generate, Generated, ModelCard, Sampling, Work
 from tests.e2e.scripted import CONTEXT, ScriptedDecode, ScriptedPrefill, Stage, Worker, stage
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -293,6 +293,33 @@ async def test_a_worker_falls_silent(fresh: Stage) -> None:
     _, tokens, last = await stream(on)
     assert (tokens, last.attempts) == (on.answer, 2)
     assert asyncio.get_running_loop().time() - began < 10
+
+
+async def test_an_answer_that_was_lost_whole_is_missed(on: Stage) -> None:
+    async def script(worker: Worker, work: Work) -> None:
+        if work.attempt > 0:
+            await on.play(worker, work)
+
+    on.script = script
+    on.prefill.report = {"running": 0, "waiting": 0}  # it believes to have sent everything
+    answer = await ask(on)
+    assert (answer.token_ids, answer.attempts) == (on.answer, 2)
+
+
+async def test_a_worker_that_died_while_it_accepted(fresh: Stage) -> None:
+    on, fallen = fresh, fresh.prefill
+
+    async def script(worker: Worker, work: Work) -> None:
+        if worker is not fallen:
+            await on.play(worker, work)
+
+    on.script = script
+    await on.start(ScriptedPrefill)
+    await until(lambda: len(on.gateway._watch.ready("prefill")) == 2)
+    on.gateway._watch.exited(ActorExited(actor="prefill", instance=fallen.instance, pid=1, code=-9))
+    answers = [await ask(on) for _ in range(12)]  # chance decides which of the two is asked
+    assert all(answer.token_ids == on.answer for answer in answers)
+    assert any((answer.attempts or 0) > 1 for answer in answers)
 
 
 async def test_without_a_worker_there_is_a_typed_error_in_time(fresh: Stage) -> None:

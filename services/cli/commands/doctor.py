@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,9 @@ def doctor(
     Exit code 1 if something must be fixed.
     """
     from shared.models.catalogue import cache_root
+    from shared.pool.shm import directory
 
-    shm = Path(os.environ.get("KVRELAY_SHM_DIR") or "/dev/shm")
-    report = [*findings(cache_root(), shm), run(_nats(Where(state, nats_url, namespace))), *_geometry()]
+    report = [*findings(cache_root(), directory()), run(_nats(Where(state, nats_url, namespace))), *_geometry()]
     if as_json:
         console.print_json({"ok": not _broken(report), "findings": [asdict(finding) for finding in report]})
     else:
@@ -65,14 +64,16 @@ def _geometry() -> list[Finding]:
     wanted = settings.load(settings.BlockManagerSettings)
     config = _config(wanted.model, [model.path for model in cached()])
     if config is None:
-        return [Finding("KV cache", "ok", f"{wanted.model} is not converted yet", "kvrelay models prepare")]
+        return [Finding("KV auto", "ok", f"{wanted.model} is not converted yet", "kvrelay models prepare")]
     found = []
     for name in dict.fromkeys((wanted.kv_cache_dtype, *FORMATS)):
         k_format, v_format = parse_kv_cache_dtype(name)
         shape = (wanted.block_size, config.layers, config.kv_heads, config.head_dim)
         layout = page_layout(k_format, v_format, *shape)
         share = layout.table_share()
-        value = f"{layout.bytes_per_token():,.0f} bytes per token ({k_format}/{v_format}, {config.name})"
+        value = (
+            f"{layout.bytes_per_token():,.0f} bytes per token, {k_format}/{v_format}, table {share:.3%}"
+        )
         if share > TABLE_SHARE_LIMIT:
             fix = f"the block table takes {share:.0%} of the cache: use --block-size 32"
             found.append(Finding(f"KV {name}", "warn", value, fix))

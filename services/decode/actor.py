@@ -31,7 +31,7 @@ from shared.messages import (
     StartDecode,
     TokenBatch,
     TokenItem,
-)  # fmt: skip
+)
 from shared.models.transformer import Transformer
 from shared.settings import DecodeSettings
 from shared.token_items import Preempted, ended

@@ -21,25 +21,24 @@ from opentelemetry.trace import Span
 
 from services.prefill.engine import Computed, Gone, PrefillEngine
 from services.prefill.hand_over import HandOver
-from services.prefill.scheduler import Chunk, Key, Prompt
+from services.prefill.job import Job
+from services.prefill.scheduler import Key, Prompt
 from shared import errors, telemetry
 from shared.actor import Call, handles
-from shared.handles import pack_u32, unpack_u32
+from shared.handles import unpack_u32
 from shared.messages import (
     Accepted,
-    Acquire,
     CancelWork,
     Empty,
     Lease,
     RunPrefill,
-    StartDecode,
     TokenBatch,
     TokenItem,
     Work,
-)  # fmt: skip
+)
 from shared.models.transformer import Transformer
-from shared.prefix import KEY_BYTES, page_keys
-from shared.sampling import Choice, Finish, Sampler
+from shared.prefix import page_keys
+from shared.sampling import Choice, Sampler
 from shared.settings import PrefillSettings
 from shared.token_items import ended
 from shared.worker import Worker
@@ -49,26 +48,12 @@ DRAIN_S = 5.0
 REMEMBERED = 4096
 
 
-@dataclass(eq=False)
-class Job:
-    """One attempt of one request in this worker. `sampler.emitted` counts what the client has of it."""
+@dataclass(eq=False, kw_only=True)
+class Running(Job):
+    """A job with its coroutine's ends: whether it was admitted, and what the compute thread says of it."""
 
-    work: Work
-    tokens: np.ndarray
-    keys: bytes
-    sampler: Sampler
     admitted: asyncio.Future[None]
     events: asyncio.Queue[Computed | Gone] = field(default_factory=asyncio.Queue)
-    stop: errors.KvrelayError | None = None
-    computing: bool = False
-    adopted: bool = False
-    lease: Lease | None = None
-    compute_s: float = 0.0
-    chunks: int = 0
-
-    @property
-    def key(self) -> Key:
-        return self.work.request_id, self.work.attempt
 
 
 class PrefillActor(Worker):
@@ -79,7 +64,7 @@ class PrefillActor(Worker):
     pool_setting = "prefill_pool"
 
     async def setup(self) -> None:
-        self._jobs: dict[Key, Job] = {}
+        self._jobs: dict[Key, Running] = {}
         self._done: OrderedDict[Key, None] = OrderedDict()
         self._idle = asyncio.Event()
         self._tokens = self._chunks = 0
@@ -135,7 +120,7 @@ class PrefillActor(Worker):
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def _accept(self, work: Work) -> Job:
+    def _accept(self, work: Work) -> Running:
         """The job of a request that may be tried; raises what speaks against it."""
         limit = self.require().max_model_len
         for other in [job for job in self._jobs.values() if job.work.request_id == work.request_id]:
@@ -155,12 +140,25 @@ class PrefillActor(Worker):
         if self.settings.enable_prefix_caching:
             keys = page_keys(self.layout.fingerprint, work.tokens, self.layout.block_size, work.cache_salt)
         sampler = Sampler(
-            work.sampling, request_id=work.request_id, tokens=tokens, prompt_tokens=work.prompt_tokens,
-            eos_token_ids=work.eos_token_ids, vocab_size=vocab_size, max_tokens=work.max_tokens, max_model_len=limit,
-        )  # fmt: skip
-        return Job(work, tokens, keys, sampler, asyncio.get_running_loop().create_future())
+            work.sampling,
+            request_id=work.request_id,
+            tokens=tokens,
+            prompt_tokens=work.prompt_tokens,
+            eos_token_ids=work.eos_token_ids,
+            vocab_size=vocab_size,
+            max_tokens=work.max_tokens,
+            max_model_len=limit,
+        )
+        return Running(
+            work=work,
+            tokens=tokens,
+            keys=keys,
+            sampler=sampler,
+            block_size=self.layout.block_size,
+            admitted=asyncio.get_running_loop().create_future(),
+        )
 
-    async def _admit(self, job: Job, call: Call) -> None:
+    async def _admit(self, job: Running, call: Call) -> None:
         """Acquires a lease and starts the job, or raises and leaves nothing behind."""
         self._jobs[job.key] = job
         self._idle.clear()
@@ -175,33 +173,25 @@ class PrefillActor(Worker):
         job.admitted.set_result(None)
         self.spawn("prefill-job", self._work(job, prompt, call))
 
-    async def _acquire(self, job: Job) -> Prompt:
-        work, sent = job.work, self.clock.monotonic()
-        ask = Acquire(
-            holder=self.instance, pool=self.settings.prefill_pool, request_id=work.request_id, attempt=work.attempt,
-            keys=job.keys, tokens=len(job.tokens), priority=work.priority, arrival_s=work.arrival_s,
-        )  # fmt: skip
+    async def _acquire(self, job: Running) -> Prompt:
+        ask, sent = job.acquire(self.instance, self.settings.prefill_pool), self.clock.monotonic()
         lease = job.lease = await self.bus.request("block_manager.acquire", ask, Lease, timeout_s=ACQUIRE_S)
         self.keeper.add(lease.lease, lease.deadline_s, sent)
         if job.stop is not None:
             raise job.stop
         if lease.table.epoch != self.require().epoch:
             raise errors.Unavailable("the pool has just been created anew", retry_after_s=0.2)
-        return Prompt(
-            job.key, job.tokens, unpack_u32(lease.table.indices).astype(np.int32),
-            unpack_u32(lease.table.generations), lease.tail.slot, lease.tail.generation, lease.cached_tokens,
-            self.layout.block_size,
-        )  # fmt: skip
+        return job.prompt()
 
     # --- one job ----------------------------------------------------------------------------------------------------
 
-    async def _work(self, job: Job, prompt: Prompt, call: Call) -> None:
+    async def _work(self, job: Running, prompt: Prompt, call: Call) -> None:
         span = self.start_span(telemetry.PREFILL_COMPUTE, call)
         error: errors.KvrelayError | None = None
         try:
             first = await self._compute(job, prompt, span)
             finish = job.sampler.accept(first.token)
-            await self._publish(job, self._item(job, first, finish))
+            await self._publish(job, job.item(first, finish))
             if finish is None:
                 await self.ledger.settled()
                 await self._give_away(job, first.token)
@@ -216,7 +206,7 @@ class PrefillActor(Worker):
         if error is not None:
             await self._publish(job, ended(job.work, job.sampler.emitted, error))
 
-    async def _compute(self, job: Job, prompt: Prompt, span: Span) -> Choice:
+    async def _compute(self, job: Running, prompt: Prompt, span: Span) -> Choice:
         """The first token. When this returns or raises, the compute thread no longer knows the prompt."""
         if job.stop is not None:
             raise job.stop
@@ -231,62 +221,28 @@ class PrefillActor(Worker):
             job.chunks += 1
             if job.stop is not None:
                 continue  # `Gone` is on its way
-            self._commit(job, event.chunk)
+            if keys := job.page_keys(event.chunk):
+                self.ledger.commit(job.held.lease, event.chunk.first_page, keys)
             if span.is_recording() and job.chunks <= telemetry.MAX_EVENTS:
                 span.add_event(telemetry.CHUNK, {telemetry.TOKENS: event.chunk.stop - event.chunk.start})
             if event.first is not None:
                 job.computing = False
-                span.set_attributes(self._attributes(job))
+                span.set_attributes(job.attributes(self.instance))
                 return event.first
 
-    def _attributes(self, job: Job) -> dict[str, str | int]:
-        assert job.lease is not None
-        return {
-            telemetry.REQUEST_ID: job.work.request_id,
-            telemetry.ATTEMPT: job.work.attempt,
-            telemetry.INSTANCE: self.instance,
-            telemetry.CACHED_TOKENS: job.lease.cached_tokens,
-            telemetry.TOKENS: len(job.tokens) - job.lease.cached_tokens,
-            telemetry.CHUNKS: job.chunks,
-        }
-
-    def _commit(self, job: Job, chunk: Chunk) -> None:
-        first, last = chunk.first_page * KEY_BYTES, (chunk.first_page + chunk.pages) * KEY_BYTES
-        if job.lease is not None and (keys := job.keys[first:last]):
-            self.ledger.commit(job.lease.lease, chunk.first_page, keys)
-
-    def _item(self, job: Job, first: Choice, finish: Finish | None) -> TokenItem:
-        assert job.lease is not None
-        return TokenItem(
-            request_id=job.work.request_id, attempt=job.work.attempt, index=job.sampler.emitted - 1,
-            tokens=[first.token], logprobs=None if first.logprob is None else [first.logprob],
-            finish_reason=finish.reason if finish else None, stop_reason=finish.stop_reason if finish else None,
-            cached_tokens=job.lease.cached_tokens, compute_s=job.compute_s,
-            pages=-(-len(job.tokens) // self.layout.block_size) if finish else None,
-        )  # fmt: skip
-
-    async def _publish(self, job: Job, item: TokenItem) -> None:
+    async def _publish(self, job: Running, item: TokenItem) -> None:
         await self.publish_tokens(job.work.gateway, TokenBatch(worker=self.instance, items=[item]))
 
-    async def _give_away(self, job: Job, token: int) -> None:
-        lease = job.lease
-        assert lease is not None
-        start = StartDecode(
-            work=job.work.model_copy(update={"tokens": job.work.tokens + pack_u32([token])}),
-            lease=lease.lease,
-            table=lease.table,
-            tail=lease.tail.model_copy(update={"tokens": len(job.tokens) % self.layout.block_size}),
-            cached_tokens=lease.cached_tokens,
-        )
-        worker = await self._hand_over(start, lambda: job.stop)
+    async def _give_away(self, job: Running, token: int) -> None:
+        worker = await self._hand_over(job.hand_over(token), lambda: job.stop)
         job.adopted = True
-        if job.stop is not None:  # too late to stop it here
+        if isinstance(job.stop, errors.Cancelled):  # too late to stop it here; for other reasons it may as well go on
             cancel = CancelWork(request_id=job.work.request_id, attempt=job.work.attempt)
             await self.bus.publish(f"decode.cancel.{worker}", cancel)
 
     # --- endings ----------------------------------------------------------------------------------------------------
 
-    def _end(self, job: Job, error: errors.KvrelayError) -> None:
+    def _end(self, job: Running, error: errors.KvrelayError) -> None:
         """Stops the job where it is; its coroutine does the rest."""
         if job.stop is None:
             job.stop = error
@@ -303,7 +259,7 @@ class PrefillActor(Worker):
             job.stop = job.stop or error
             job.events.put_nowait(Gone(job.key))
 
-    def _leave(self, job: Job, *, known: bool) -> None:
+    def _leave(self, job: Running, *, known: bool) -> None:
         """Lets go of the lease and forgets the job; a `known` one is remembered, so that a repeat does not start it."""
         if job.lease is not None:
             self.keeper.drop(job.lease.lease)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,9 @@ async def test_lengths_around_page_borders_repeat_exactly(running: Engines) -> N
 @settings(num_blocks_override=24, max_num_seqs=8)
 async def test_a_pool_too_small_for_all_preempts_and_finishes_exactly(running: Engines) -> None:
     gateway = running.gateway
-    alone = [await gateway.complete(gateway.work(prompt(30 + i, i), 60, cache_salt="alone")) for i in range(12)]
+    alone = [await gateway.complete(gateway.work(prompt(30 + i, i), 120, cache_salt="alone")) for i in range(12)]
     together = await asyncio.gather(
-        *(gateway.complete(gateway.work(prompt(30 + i, i), 60, cache_salt="crowd")) for i in range(12))
+        *(gateway.complete(gateway.work(prompt(30 + i, i), 120, cache_salt="crowd")) for i in range(12))
     )
     assert list(together) == alone
     assert gateway.endings.count("Preempted") >= 2
@@ -301,3 +302,23 @@ async def test_a_failing_model_ends_everything_at_once(
             else:
                 raise errors.Unavailable((await gateway.finish(await gateway.send(gateway.work(prompt(10), 3)))).error)
         await running.until_free(10)
+
+
+async def test_a_long_prompt_holds_up_neither_short_prompts_nor_decode(
+    running: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, forward = running.gateway, running.prefill.engine._model.forward
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.05)  # seven chunks of a long prompt take 350 ms
+        return forward(*arguments)
+
+    decoding = await gateway.until(await gateway.send(gateway.work(prompt(10), 450)), 3)
+    monkeypatch.setattr(running.prefill.engine._model, "forward", slow)
+    long = await gateway.send(gateway.work(prompt(440, 1), 5))
+    before = len(decoding.tokens)
+    short = await gateway.finish(await gateway.send(gateway.work(prompt(30, 2), 5)))
+    assert len(short.tokens) == 5 and not long.tokens
+    assert len(decoding.tokens) > before + 5 or decoding.ended.is_set()
+    await gateway.finish(long)
+    await gateway.finish(decoding)

@@ -136,6 +136,7 @@ class TestGateway:
                 await attempt.ended.wait()
                 emitted += attempt.tokens
                 if attempt.error is None:
+                    assert attempt.last.finish_reason != "cancelled", attempt.last
                     return emitted
                 assert attempt.error in ("Preempted", "Stale", "Unavailable"), attempt.last
                 self.endings.append(attempt.error)

@@ -129,7 +129,8 @@ def error_body(error: KvrelayError) -> dict[str, Any]:
         param = error.param
     else:  # texts about a field begin with its path
         word, colon, _ = error.text.partition(":")
-        param = word if colon and " " not in word and error.code in (400, 404, 409, 413) else None
+        known = colon and " " not in word and error.code in (400, 404, 409, 413)
+        param = word.removeprefix("sampling.") if known else None
     if isinstance(error, TooLarge):
         code = "context_length_exceeded"
     else:

@@ -104,8 +104,10 @@ class Dispatcher:
                 self._metrics.stray.inc()
                 self._recall.stray(batch.worker, item, now)
                 continue
-            before = live.request.last_token_at
+            before, spoke = live.request.last_token_at, live.request.spoke
             got = live.request.receive(batch.worker, item, now)
+            if got.tokens and not spoke:
+                self.placement.freed()  # its prompt is done: prefill may take the next one
             self._deliver(live, got, before, now)
 
     def died(self, instance: str, silent_s: float = 0.0) -> None:

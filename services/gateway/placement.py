@@ -75,7 +75,7 @@ class Placement:
         self._changed.set()
 
     def freed(self) -> None:
-        """Room appeared in a pool: no need to wait longer."""
+        """Room appeared, in a pool or at a worker: no need to wait longer."""
         if self._busy:
             self._resume_at = min(self._resume_at, self._asked_at + FREED_SPACING_S)
             self.wake()

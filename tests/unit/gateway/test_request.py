@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.gateway.request import Request, State, Verdict
 from shared.errors import Unavailable
@@ -153,3 +155,38 @@ def test_never_more_than_max_tokens() -> None:
     one = request(max_tokens=2)
     one.place()
     assert one.receive("prefill-a", item(0, 1, 2, 3, finish="length"), 0.1).tokens == [1, 2]
+
+
+@given(st.data())
+def test_whatever_arrives_the_client_sees_a_prefix_of_the_one_answer(data: st.DataObject) -> None:
+    answer = list(range(100, 130))
+    one = request(max_tokens=len(answer))
+    now = 0.0
+    for _ in range(data.draw(st.integers(1, 40))):
+        now += 0.1
+        before = list(one.emitted)
+        if one.state is State.QUEUED:
+            one.place()
+            continue
+        step = data.draw(st.sampled_from(["item", "item", "item", "old", "refused", "death"]))
+        if step == "refused" and one.state is State.PLACING:
+            one.refused(data.draw(st.booleans()))
+        elif step == "death" and one.state is State.RUNNING:
+            one.requeue()
+        elif step in ("item", "old"):
+            attempt = one.attempt - (step == "old" and one.attempt > 0)
+            index = data.draw(st.integers(max(0, len(before) - 3), min(len(answer) - 1, len(before) + 2)))
+            tokens = answer[index : index + data.draw(st.integers(0, 4))]
+            ends = bool(tokens) and index + len(tokens) == len(answer)
+            got = one.receive("w", item(index, *tokens, attempt=attempt, finish="length" if ends else None), now)
+            assert one.emitted == before + got.tokens
+            if attempt < one.attempt:
+                assert got.verdict is Verdict.IGNORE
+            if got.verdict is Verdict.FINISH:
+                assert one.emitted == answer
+                return
+            if got.verdict is Verdict.FAULT:
+                assert index > len(before)
+                one.requeue()
+        assert one.emitted == answer[: len(one.emitted)]
+        assert one.emitted[: len(before)] == before

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.gateway.answers import Answers, error_body, status_of
+from services.gateway.openai import ChatCompletionRequest, CompletionRequest, Refused, parse
+from shared.errors import Busy, Internal, NotFound, TooLarge, Unavailable
+from shared.messages import Generated, TokenLogprob, Usage
+
+
+class Ascii:
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse(
+        json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode(), ChatCompletionRequest
+    )
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest)
+
+
+def test_defaults_are_openai_s() -> None:
+    generate = chat().generate()
+    assert generate.sampling.temperature == 1.0 and generate.sampling.top_p == 1.0
+    assert (generate.max_tokens, generate.stream, generate.stop) == (None, False, [])
+    assert completion().generate().max_tokens == 16
+
+
+def test_null_means_not_given() -> None:
+    generate = chat(
+        temperature=None, stop=None, max_tokens=None, logprobs=None, n=None, stream=None, seed=None
+    ).generate()
+    assert generate == chat().generate()
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 5}, 5)],
+)
+def test_log_probabilities_of_chat(fields: dict[str, Any], wanted: int | None) -> None:
+    assert chat(**fields).generate().sampling.logprobs == wanted
+
+
+@pytest.mark.parametrize("value", ["x", ["x"], ["x", "y"]])
+def test_stop_is_a_string_or_several(value: Any) -> None:
+    assert chat(stop=value).generate().stop == ([value] if isinstance(value, str) else value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"n": 3}, "n"),
+        ({"stop": [""]}, "stop.0"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias.5"),
+        ({"priority": 2**40}, "priority"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_what_is_wrong_is_named_in_both_apis(fields: dict[str, Any], param: str) -> None:
+    for make in (chat, completion):
+        with pytest.raises(Refused) as refused:
+            make(**fields).generate()
+        assert refused.value.param == param
+        assert refused.value.text.startswith(param)
+
+
+def answer(**fields: Any) -> Generated:
+    return Generated(request_id="r", trace_id="t", **fields)
+
+
+def test_chunks_without_anything_to_show_are_left_out() -> None:
+    answers = Answers("completions", "m", "r", 7, Ascii())
+    assert answers.first() is None
+    assert answers.delta(answer(token_ids=[1])) is None
+    chunk = answers.delta(answer(text="a", token_ids=[97]))
+    assert chunk is not None and chunk["choices"] == [
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
+    ]
+
+
+def test_text_offsets_go_on_over_chunks() -> None:
+    answers = Answers("completions", "m", "r", 7, Ascii())
+    offsets = []
+    for token in (97, 98):
+        chunk = answers.delta(answer(text=chr(token), logprobs=[TokenLogprob(token_id=token, logprob=-1.0)]))
+        assert chunk is not None
+        offsets += chunk["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1]
+
+
+def test_usage_has_cached_tokens_in_both_places() -> None:
+    body = Answers("chat", "m", "r", 7, Ascii()).usage(Usage(prompt_tokens=9, completion_tokens=2, cached_tokens=8))
+    assert body["choices"] == []
+    assert body["usage"]["cached_tokens"] == body["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
+    assert body["usage"]["total_tokens"] == 11
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "param", "code"),
+    [
+        (TooLarge("the prompt has 9 tokens"), 400, "invalid_request_error", None, "context_length_exceeded"),
+        (TooLarge("max_tokens: 9 is more"), 400, "invalid_request_error", "max_tokens", "context_length_exceeded"),
+        (NotFound("model: 'x' is not served here"), 404, "invalid_request_error", "model", "not_found"),
+        (Refused("n: only 1", "n"), 400, "invalid_request_error", "n", "bad_request"),
+        (Busy("full"), 429, "rate_limit_error", None, "busy"),
+        (Unavailable("the gateway is starting: wait"), 503, "server_error", None, "unavailable"),
+        (Internal("sorry"), 500, "server_error", None, "internal"),
+    ],
+)
+def test_errors(error: Any, status: int, kind: str, param: str | None, code: str) -> None:
+    assert status_of(error) == status
+    assert error_body(error)["error"] == {"message": error.text, "type": kind, "param": param, "code": code}

@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.answers import Answers, error_body, status_of
 from services.gateway.openai import ChatCompletionRequest, CompletionRequest, Refused, parse
-from shared.errors import Busy, Internal, NotFound, TooLarge, Unavailable
+from shared.errors import BadRequest, Busy, Internal, NotFound, TooLarge, Unavailable
 from shared.messages import Generated, TokenLogprob, Usage
 
 
@@ -115,6 +115,7 @@ def test_usage_has_cached_tokens_in_both_places() -> None:
         (TooLarge("the prompt has 9 tokens"), 400, "invalid_request_error", None, "context_length_exceeded"),
         (TooLarge("max_tokens: 9 is more"), 400, "invalid_request_error", "max_tokens", "context_length_exceeded"),
         (NotFound("model: 'x' is not served here"), 404, "invalid_request_error", "model", "not_found"),
+        (BadRequest("sampling.logit_bias: no"), 400, "invalid_request_error", "logit_bias", "bad_request"),
         (Refused("n: only 1", "n"), 400, "invalid_request_error", "n", "bad_request"),
         (Busy("full"), 429, "rate_limit_error", None, "busy"),
         (Unavailable("the gateway is starting: wait"), 503, "server_error", None, "unavailable"),

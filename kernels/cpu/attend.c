@@ -16,7 +16,7 @@
 
 #define KV_PART 256           /* tokens of a part: its codes fit L2, its scores L1 */
 #define PART_PAGES_MAX 16     /* KV_PART / 16 */
-#define AHEAD_BYTES 4096      /* prefetch distance */
+#define AHEAD_BYTES 8192      /* prefetch distance */
 #define TAIL_MAX 32
 
 typedef struct {

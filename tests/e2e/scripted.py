@@ -27,6 +27,8 @@ from shared.messages import (
     ActorExited,
     Attach,
     CancelWork,
+    Generate,
+    Generated,
     PoolDescription,
     RunPrefill,
     TokenBatch,
@@ -222,3 +224,37 @@ class Stage:
 async def stage(state: Path) -> AsyncIterator[Stage]:
     async with Stage(NatsServer(state), state) as ready:
         yield ready
+
+
+async def ask(on: Stage, timeout_s: float = 15, **fields: Any) -> Generated:
+    """One whole answer by NATS."""
+    message = Generate(**{"prompt": "Tell me about foxes.", **fields})
+    return await on.client.request("gateway.generate", message, Generated, timeout_s=timeout_s)
+
+
+async def stream(on: Stage, **fields: Any) -> tuple[str, list[int], Generated]:
+    """Joined text and tokens, and the last event; checks what every stream must obey."""
+    message = Generate(**{"prompt": "Tell me about foxes.", "stream": True, **fields})
+    events = [event async for event in on.client.stream("gateway.generate", message, Generated)]
+    assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+    last = events[-1]
+    assert last.finish_reason is not None and not last.text and not last.token_ids
+    assert {event.request_id for event in events} == {last.request_id}
+    return "".join(e.text for e in events), [t for e in events for t in e.token_ids], last
+
+
+async def until(condition: Callable[[], Any], limit_s: float = 10) -> None:
+    """Returns when `condition` holds."""
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def live(on: Stage) -> int:
+    """How many requests the gateway serves."""
+    return len(on.gateway._dispatcher.live)
+
+
+def owners(on: Stage) -> list[str]:
+    """Workers that the gateway believes to be at work."""
+    return [name for one in on.gateway._dispatcher.live.values() for name in one.request.owners()]

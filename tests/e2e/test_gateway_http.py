@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from shared import errors
 from shared.handles import unpack_u32
 from shared.messages import TokenLogprob, Work
-from tests.e2e.scripted import CONTEXT, Stage, Worker, stage
+from tests.e2e.scripted import CONTEXT, Stage, Worker, until
 
 CHAT = {"messages": [{"role": "user", "content": "Tell me about foxes."}]}
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    async with stage(tmp_path_factory.mktemp("stage")) as ready:
-        yield ready
-
-
-@pytest.fixture
-def on(running: Stage) -> Stage:
-    running.reset()
-    return running
 
 
 async def post(on: Stage, path: str, **body: Any) -> httpx.Response:
@@ -44,12 +30,6 @@ async def events(on: Stage, path: str, **body: Any) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]" and lines.count("[DONE]") == 1
     return [json.loads(line) for line in lines[:-1]]
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_chat_answer(on: Stage) -> None:
@@ -235,6 +215,7 @@ async def test_a_vanished_client_frees_its_work(on: Stage, streaming: bool, toke
         await until(lambda: live and len(next(iter(live.values())).request.emitted) == tokens)
         await until(lambda: next(iter(live.values())).request.owner)
         asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
     await asyncio.wait_for(on.prefill.told.wait(), 5)
     await until(lambda: not live)
 

@@ -31,11 +31,11 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Reference:
-    """`token_ids[:certain]` must be reproduced; the next choice was a near-tie (or all are certain)."""
+class Verdict:
+    """`wrong` positions of a continuation chose another token although the reference was certain of its own."""
 
-    token_ids: tuple[int, ...]
     certain: int
+    wrong: tuple[int, ...]
 
 
 @cache
@@ -51,21 +51,18 @@ def _model() -> tuple[object, object]:
     return model, AutoTokenizer.from_pretrained(**source)
 
 
-@cache
-def greedy(prompt: str, new_tokens: int) -> Reference:
-    """Greedy continuation of the raw prompt, up to `new_tokens`, ended early by the end-of-sequence token."""
+def judge(prompt: str, continuation: list[int]) -> Verdict:
+    """Compares each token with the reference's greedy choice after the raw prompt and the tokens before it.
+
+    One forward pass over prompt and continuation; as long as all choices agree it is the same as generating step by
+    step, and behind a near-tie it judges the path that was taken.
+    """
     model, tokenizer = _model()
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    past, chosen, certain = None, [], None
+    prompt_ids = tokenizer(prompt).input_ids
+    ids = torch.tensor([[*prompt_ids, *continuation]])
     with torch.inference_mode():
-        for step in range(new_tokens):
-            out = model(ids, past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            best = out.logits[0, -1].topk(2)
-            if certain is None and float(best.values[0] - best.values[1]) <= CERTAIN:
-                certain = step
-            chosen.append(int(best.indices[0]))
-            if chosen[-1] == tokenizer.eos_token_id:
-                break
-            ids = best.indices[:1][None]
-    return Reference(tuple(chosen), len(chosen) if certain is None else certain)
+        logits = model(ids).logits[0, len(prompt_ids) - 1 : -1]
+    best = logits.topk(2)
+    certain = best.values[:, 0] - best.values[:, 1] > CERTAIN
+    wrong = certain & (best.indices[:, 0] != torch.tensor(continuation))
+    return Verdict(int(certain.sum()), tuple(wrong.nonzero().flatten().tolist()))

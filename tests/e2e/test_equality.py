@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.pipeline import Pipeline, collect, pipeline
-from tests.e2e.reference import PROMPTS, greedy
+from tests.e2e.reference import PROMPTS, judge
 
 NEW_TOKENS = 24
 POOLS = {"one pool": (), "two pools": ("--prefill-pool", "cpu0", "--decode-pool", "cpu1")}
@@ -26,7 +26,12 @@ def fp32(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 async def answers(running: Pipeline, prompts: tuple[str, ...], *, together: bool) -> list[dict[str, Any]]:
     async with running.nats() as client:
         bodies = [
-            {"prompt": prompt, "max_tokens": NEW_TOKENS, "sampling": {"temperature": 0.0}, "cache_salt": str(together)}
+            {
+                "prompt": prompt,
+                "max_tokens": NEW_TOKENS,
+                "sampling": {"temperature": 0.0, "ignore_eos": True},
+                "cache_salt": str(together),
+            }
             for prompt in prompts
         ]
         if together:
@@ -37,11 +42,11 @@ async def answers(running: Pipeline, prompts: tuple[str, ...], *, together: bool
 async def test_greedy_equals_transformers_alone_and_together(fp32: Pipeline) -> None:
     alone = await answers(fp32, PROMPTS, together=False)
     together = await answers(fp32, PROMPTS, together=True)
-    compared = 0
+    certain = 0
     for prompt, single, crowd in zip(PROMPTS, alone, together, strict=True):
-        expected = greedy(prompt, NEW_TOKENS)
-        compared += expected.certain
-        assert tuple(single["token_ids"][: expected.certain]) == expected.token_ids[: expected.certain], prompt
+        verdict = judge(prompt, single["token_ids"])
+        certain += verdict.certain
+        assert not verdict.wrong, (prompt, single["token_ids"])
         assert crowd["token_ids"] == single["token_ids"], prompt
         assert crowd["text"] == single["text"], prompt
-    assert compared > len(PROMPTS) * NEW_TOKENS // 2, "the near-tie rule excused most of the comparison"
+    assert certain > len(PROMPTS) * NEW_TOKENS * 0.9, "the near-tie rule excused too much of the comparison"

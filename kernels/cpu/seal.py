@@ -60,6 +60,9 @@ def seal_tails(
     slots, ids = geometry.ids(slots), geometry.ids(block_ids)
     if slots.numel() != ids.numel():
         raise ValueError("as many slots as pages")
+    kept = [layer for layer in range(layout.layers) if layer not in layout.skip_layers]
+    if kept:
+        geometry.layer_scales(layout, kept[0], scales)
     build.load().kv_seal_tails(
         geometry.layers(layout),
         ctypes.c_int64(layout.layers),

@@ -6,7 +6,7 @@ Decode steps run to the end in C. Prefill comes back to Python once a layer, to 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -34,9 +34,8 @@ class NativeStep:
         self._model = self._describe(map_panels(files), map_tensors(files.weights), cos.contiguous(), sin.contiguous())
         self._buffers = Buffers(self._library, self._model, 1, dtype)
         self._decode_address = ctypes.cast(self._library.kv_attend_decode, ctypes.c_void_p).value
-        self._calls = (Decode * self.config.layers)()
-        self._calls_view = np.frombuffer(self._calls, dtype=np.dtype(Decode))
-        self._calls_view["window"] = [self.config.window(layer) for layer in range(self.config.layers)]
+        self._calls = np.zeros(self.config.layers, dtype=np.dtype(Decode))
+        self._calls["window"] = [self.config.window(layer) for layer in range(self.config.layers)]
         self._calls_for: tuple[PageLayout, object] | None = None
 
     @staticmethod
@@ -77,7 +76,7 @@ class NativeStep:
         return logits
 
     def _stay_in_c(self, step: CStep, kv: KVStep) -> None:
-        layout, batch, calls = kv.layout, kv.batch, self._calls_view
+        layout, batch, calls = kv.layout, kv.batch, self._calls
         if self._calls_for is None or self._calls_for[0] is not layout or self._calls_for[1] is not kv.scales:
             addresses = [geometry.layer_scales(layout, layer, kv.scales) or 0 for layer in range(layout.layers)]
             calls["scales"] = addresses
@@ -100,13 +99,13 @@ class NativeStep:
         calls["scale"] = self.config.head_dim**-0.5
         step.decode = self._decode_address
         step.pool = ctypes.addressof(geometry.layers(layout))
-        step.calls = ctypes.addressof(self._calls)
+        step.calls = calls.ctypes.data
         step.call_bytes = ctypes.sizeof(Decode)
         step.tails = kv.tails.data_ptr()
         step.append_slots = kv.append_slots.data_ptr()
         step.append_positions = kv.append_positions.data_ptr()
 
-    def _attention(self, kv: KVStep, count: int, errors: list[BaseException]) -> ctypes._CFuncPtr:
+    def _attention(self, kv: KVStep, count: int, errors: list[BaseException]) -> Callable[..., int]:
         buffers = self._buffers
         q, k, v = buffers.q[:count], buffers.k[:count], buffers.v[:count]
         out = buffers.attended[:count]

@@ -37,7 +37,7 @@ def map_panels(files: ModelFiles) -> dict[str, PackedLinear]:
     codes = map_tensors(files.packed) if files.packed else {}
     names = _names(files.config)
     kinds = {name: _kind(name, dense, codes) for name in names}
-    shapes = {name: dense[name].shape for name in names}
+    shapes = {name: _shape(dense[name]) for name in names}
     if not path.exists():
         _write(path, names, kinds, dense, codes)
     tensors = map_tensors(path)
@@ -50,6 +50,11 @@ def map_panels(files: ModelFiles) -> dict[str, PackedLinear]:
 def _names(config: ModelConfig) -> list[str]:
     layers = [f"layers.{i}.{part}" for i in range(config.layers) for part in ("qkv", "o", "gate_up", "down")]
     return [*layers, "embed" if config.tie_embeddings else "head"]
+
+
+def _shape(weight: torch.Tensor) -> tuple[int, int]:
+    out, columns = weight.shape
+    return out, columns
 
 
 def _kind(name: str, dense: dict[str, torch.Tensor], codes: dict[str, torch.Tensor]) -> int:
@@ -78,7 +83,7 @@ def _header(names: list[str], kinds: dict[str, int], dense: dict[str, torch.Tens
     entries: dict[str, object] = {}
     offset = 0
     for name in names:
-        shape = packing.packed_shape(kinds[name], *dense[name].shape, name.endswith("gate_up"))
+        shape = packing.packed_shape(kinds[name], *_shape(dense[name]), name.endswith("gate_up"))
         entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": [offset, offset + shape[0] * shape[1]]}
         offset += shape[0] * shape[1]
     text = json.dumps(entries).encode()

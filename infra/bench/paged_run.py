@@ -1,4 +1,4 @@
-"""Runs sequences through a Transformer over a small private pool, as the workers do; for tests and benches."""
+"""Runs sequences through a Transformer over a small private pool, as the workers do: for benches and tests."""
 
 from __future__ import annotations
 

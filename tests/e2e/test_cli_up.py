@@ -71,6 +71,9 @@ def test_a_killed_nats_server_comes_back_where_it_was(running: Pipeline) -> None
     assert done.returncode == 0, done.stderr
     running.wait_ready(10)
     assert running.pids() == before, "no actor had to be restarted"
+    said = running.log.read_text()
+    assert "nats ended (killed by SIGKILL); starting it again now" in said
+    assert "Traceback" not in said and '"level"' not in said
 
 
 def test_flags_reach_the_actors_and_the_summary_says_where_things_are(running: Pipeline) -> None:
@@ -80,6 +83,39 @@ def test_flags_reach_the_actors_and_the_summary_says_where_things_are(running: P
     assert summary["pid"] == running.process.pid
     done = running.cli("generate", "word " * 600, "--raw")
     assert done.returncode == 1 and "512" in done.stderr
+
+
+def test_another_worker_joins_and_leaves(running: Pipeline) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "services.cli",
+        "run",
+        "decode",
+        "--state-dir",
+        str(running.state),
+        "--threads",
+        "1",
+    ]
+    extra = subprocess.Popen(
+        [*command, *OPTIONS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while {"decode": extra.pid, "health": "ready"} not in decoders(running) and time.monotonic() < deadline:
+            assert extra.poll() is None
+        assert len(decoders(running)) == 2
+        extra.terminate()
+        assert extra.wait(30) == 0
+    finally:
+        extra.kill()
+        extra.wait()
+    assert len(decoders(running)) == 1
+
+
+def decoders(running: Pipeline) -> list[dict[str, Any]]:
+    actors = running.stats()["actors"]
+    return [{"decode": one["pid"], "health": one["health"]} for one in actors if one["name"] == "decode"]
 
 
 def started(state: Path, *options: str) -> tuple[subprocess.Popen[str], dict[str, Any], list[int]]:

@@ -71,9 +71,7 @@ def _geometry() -> list[Finding]:
         shape = (wanted.block_size, config.layers, config.kv_heads, config.head_dim)
         layout = page_layout(k_format, v_format, *shape)
         share = layout.table_share()
-        value = (
-            f"{layout.bytes_per_token():,.0f} bytes per token, {k_format}/{v_format}, table {share:.3%}"
-        )
+        value = f"{layout.bytes_per_token():,.0f} bytes per token, {k_format}/{v_format}, table {share:.3%}"
         if share > TABLE_SHARE_LIMIT:
             fix = f"the block table takes {share:.0%} of the cache: use --block-size 32"
             found.append(Finding(f"KV {name}", "warn", value, fix))

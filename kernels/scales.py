@@ -1,18 +1,13 @@
-"""Scales that outlive a page: one number per layer for K and one for V, in one object that writer and reader share.
+"""Learning and applying scales that outlive a page: one number per layer for K and one for V (`scale_file`).
 
-A file holds `k_scale` and `v_scale`, each one positive number per layer: safetensors (fp32 tensors [layers]) or JSON
-(lists). `save` adds a digest, so that a file whose sides were swapped or edited is refused, not silently used.
-
-Policies: `max` is the largest magnitude ever seen; `smoothed_max` forgets old peaks, m = max(current, gamma * m), and
-like `max` never lies below what it sees now, so that nothing clips while it is followed.
+Writer and reader of a pool share one object. Policies: `max` is the largest magnitude ever seen; `smoothed_max` forgets
+old peaks, m = max(current, gamma * m), and like `max` never lies below what it sees now, so that nothing clips while it
+is followed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,71 +15,9 @@ from torch import Tensor
 from kernels import formats
 from kernels.formats._per_tensor import PerTensor
 from kernels.layout import PageLayout
+from kernels.scale_file import SIDES, ScaleFile
 
-SIDES = ("k_scale", "v_scale")
 POLICIES = ("max", "smoothed_max")
-
-
-class BadScales(ValueError):
-    """A scale file that must not be used; the text names the file, the side and the layer."""
-
-
-def _digest(sides: dict[str, list[float]]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name in SIDES:
-        digest.update(name.encode() + torch.tensor(sides[name], dtype=torch.float32).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def save(path: Path, scales: Tensor) -> None:
-    """Writes scales fp32 [layers, 2] (K, V) to `path`: .json or .safetensors."""
-    sides = {name: scales[:, side].tolist() for side, name in enumerate(SIDES)}
-    if path.suffix == ".json":
-        path.write_text(json.dumps({**sides, "digest": _digest(sides)}, indent=1))
-        return
-    from safetensors.torch import save_file
-
-    tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in sides.items()}
-    save_file(tensors, path, metadata={"digest": _digest(sides)})
-
-
-def load(path: Path, layers: int) -> Tensor:
-    """Scales fp32 [layers, 2] (K, V) of a file, for `scales=` of every op. Raises BadScales."""
-    sides, digest = _read(path)
-    for name in SIDES:
-        if name not in sides:
-            raise BadScales(f"{path}: {name} is missing")
-        values = sides[name]
-        if len(values) != layers:
-            raise BadScales(f"{path}: {name} has {len(values)} layers, the model has {layers}")
-        for layer, value in enumerate(values):
-            if not (math.isfinite(value) and 0 < value < torch.finfo(torch.float32).max):
-                raise BadScales(f"{path}: {name} of layer {layer} is {value}; it must be positive and finite")
-    if digest is not None and digest != _digest(sides):
-        swapped = dict(zip(SIDES, (sides[SIDES[1]], sides[SIDES[0]]), strict=True))
-        why = "k_scale and v_scale are swapped" if digest == _digest(swapped) else "changed after it was calibrated"
-        raise BadScales(f"{path}: {why}; run `kvrelay calibrate` again")
-    return torch.tensor([sides[name] for name in SIDES], dtype=torch.float32).T.contiguous()
-
-
-def _read(path: Path) -> tuple[dict[str, list[float]], str | None]:
-    """The sides that are there, and the digest if there is one."""
-    try:
-        if path.suffix == ".json":
-            content = json.loads(path.read_text())
-            found = {name: [float(x) for x in content[name]] for name in SIDES if name in content}
-            return found, content.get("digest")
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:
-            known = set(file.keys())
-            found = {name: file.get_tensor(name).float().flatten().tolist() for name in SIDES if name in known}
-            return found, (file.metadata() or {}).get("digest")
-    except OSError as error:
-        raise BadScales(f"{path}: cannot be read: {error.strerror or error}") from error
-    except Exception as error:
-        text = f"{path}: is neither a JSON nor a safetensors file of k_scale and v_scale: {error}"
-        raise BadScales(text) from error
 
 
 def top(format_name: str) -> float:
@@ -95,9 +28,49 @@ def top(format_name: str) -> float:
     return found.code.top
 
 
-def clipped_fraction(x: Tensor, scale: float, format_name: str) -> float:
-    """Share of elements of x that saturate under `scale`."""
-    return float((x.float().abs() > scale * top(format_name)).float().mean())
+class PoolScales:
+    """The scales of a pool as every op takes them, and a count of what saturates under them.
+
+    `tensor` is fp32 [layers, 2] (K, V). Not thread-safe: one compute thread counts; anyone may read the fraction.
+    """
+
+    def __init__(self, scales: ScaleFile, layout: PageLayout) -> None:
+        self.tensor = torch.tensor([scales.k_scale, scales.v_scale], dtype=torch.float32).T.contiguous()
+        places = (layout.layer(index) for index in range(layout.layers))
+        tops = [[_top_or_infinity(place.k_format), _top_or_infinity(place.v_format)] for place in places]
+        self._limits = self.tensor * torch.tensor(tops)
+        self._rows = self._limits.tolist()
+        self._layout = layout
+        self.clipped = 0
+        self.stored = 0
+
+    @property
+    def clipped_fraction(self) -> float:
+        """Share of the elements stored so far under these scales that saturated."""
+        return self.clipped / self.stored if self.stored else 0.0
+
+    def reset(self) -> None:
+        """Forgets the counts, after warming up."""
+        self.clipped = self.stored = 0
+
+    def count(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Before keys and values of one layer are sealed; any shape."""
+        for x, limit in zip((k, v), self._rows[layer], strict=True):
+            if limit != math.inf and x.numel():
+                self.clipped += int((x.abs() > limit).sum())
+                self.stored += x.numel()
+
+    def count_tails(self, tails: Tensor, slots: Tensor) -> None:
+        """Before full tails are sealed. tails uint8 [slots, tail_bytes]; slots int32 [n]."""
+        layout, kind = self._layout, formats.load(self._layout.tail_format).dtype  # type: ignore[attr-defined]
+        full = tails[slots.long()].view(kind).view(slots.numel(), layout.layers, 2, layout.shape.elements)
+        limits = self._limits[None, :, :, None]
+        self.clipped += int((full.abs() > limits).sum())
+        self.stored += slots.numel() * int(self._limits.isfinite().sum()) * layout.shape.elements
+
+
+def _top_or_infinity(format_name: str) -> float:
+    return top(format_name) if formats.load(format_name).outlives_page else math.inf
 
 
 class Calibrator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,9 @@ class KVStep:
     seal_blocks: torch.Tensor | None = None
     """int32 [sealed pages]"""
     scales: torch.Tensor | None = None
-    """calibrated KV scales, or None"""
+    """fp32 [layers, 2] (K, V) where a format's scale outlives a page, or None"""
+    observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
+    """Prefill only: sees layer, k and v [T, kv_heads, head_dim] before they are stored."""
 
     @property
     def seal_rows(self) -> int:
@@ -52,6 +55,8 @@ class KVStep:
     ) -> torch.Tensor:
         """Stores k, v [T, kv_heads, head_dim] of one layer as planned, then attends from q [T, heads, head_dim]."""
         sealed = self.seal_rows
+        if self.observe is not None:
+            self.observe(layer, k, v)
         if self.seal_blocks is not None and sealed:
             ops.seal(self.pages, self.layout, layer, k[:sealed], v[:sealed], self.seal_blocks, scales=self.scales)
         if sealed < k.shape[0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_activations_of_every_dtype(tail: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("options", [{"window": w} for w in (1, 5, 16, 17, 100, 700)] + [{"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_windows_and_soft_caps(backend: str, options: dict[str, float]) -> None:
+def test_windows_and_soft_caps(backend: str, options: dict[str, Any]) -> None:
     case = kv_cases.build(page_layout("int8", "bf16", 16, 1, 3, 64), LENGTHS)
     q = query(len(LENGTHS), 9, 64)
     seen = attend(select(backend), q, case, case.batch, **options)
@@ -145,7 +146,7 @@ def test_page_subsets_per_head_are_the_dense_kernel_with_another_table() -> None
 @pytest.mark.parametrize("pair", [("bf16", "bf16"), ("int8_channel", "int8"), ("int4", "int4")], ids="-".join)
 @pytest.mark.parametrize("tail", ["bf16", "fp32"])
 def test_chunks_equal_the_reference(
-    tail: str, pair: tuple[str, str], shape: tuple[int, int, int, int], options: dict[str, float]
+    tail: str, pair: tuple[str, str], shape: tuple[int, int, int, int], options: dict[str, Any]
 ) -> None:
     size, kv_heads, group, dim = shape
     case = kv_cases.build(page_layout(*pair, size, 1, kv_heads, dim, tail_format=tail), [4 * size + 5, 7, 300])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ def build(layout: PageLayout, lengths: list[int], layer: int = 0, seed: int = 0,
     return Case(layout, pages, tails, batch, scales, ks, vs)
 
 
-def oracle(q: Tensor, case: Case, batch: Batch, layer: int = 0, **options: object) -> Tensor:
+def oracle(q: Tensor, case: Case, batch: Batch, layer: int = 0, **options: Any) -> Tensor:
     """The reference in float64."""
     scale = case.layout.head_dim**-0.5
     run = select("reference").attend
@@ -110,7 +111,7 @@ def oracle(q: Tensor, case: Case, batch: Batch, layer: int = 0, **options: objec
     return found
 
 
-def attend(ops: Ops, q: Tensor, case: Case, batch: Batch, layer: int = 0, **options: object) -> Tensor:
+def attend(ops: Ops, q: Tensor, case: Case, batch: Batch, layer: int = 0, **options: Any) -> Tensor:
     """One call of a backend with the scale everybody uses."""
     scale = case.layout.head_dim**-0.5
     found = ops.attend(q, case.pages, case.tails, case.layout, layer, batch, scale=scale, scales=case.scales, **options)

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+STOP_LIMIT_S = 5.0
+
 
 class ComputeThread:
     """Runs `step()` for as long as it returns True; otherwise sleeps until a command arrives.
@@ -63,11 +65,11 @@ class ComputeThread:
             if not self._loop.is_closed():
                 raise
 
-    async def stop(self) -> None:
-        """Ends the thread after the step it is in; pending commands run first."""
+    async def stop(self, limit_s: float = STOP_LIMIT_S) -> None:
+        """Ends the thread after the step it is in; pending commands run first. A stuck one is left behind."""
         if self._thread.is_alive():
             self._commands.put(None)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, limit_s)
 
     def _run(self) -> None:
         busy = False

@@ -197,6 +197,7 @@ class DecodeActor(Worker):
             if emission.finish is not None:
                 self._leave(stream, None)
             elif item is None:
+                self.log.error("logits are not numbers", request=stream.work.request_id, index=stream.index)
                 self._fail(stream, errors.Internal("the model's output is not a number; see the log of the worker"))
         for key in report.hungry:
             stream = self._streams.get(key)

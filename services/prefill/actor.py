@@ -197,6 +197,8 @@ class PrefillActor(Worker):
                 await self._give_away(job, first.token)
         except errors.KvrelayError as stopped:
             error = stopped
+            if isinstance(error, errors.Internal):
+                self.log.error("prefill failed", request=job.work.request_id, error=error.text)
         except Exception as fault:
             self.log.error("prefill failed", request=job.work.request_id, exc_info=fault)
             error = errors.Internal("prefill failed; the log of the worker has the details")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from services.block_manager.actor import BlockManager
 from services.decode import actor as decode_actor
 from services.prefill import hand_over
+from services.prefill.actor import PrefillActor
 from shared import errors
 from shared.bus import Bus
 from shared.messages import Accepted, Empty, Release, StartDecode
@@ -169,6 +171,12 @@ async def test_cancel_in_every_state(running: Engines) -> None:
     assert retried.tokens == expected and retried.items[0].cached_tokens in range(0, 300, BLOCK)
 
 
+async def test_a_worker_with_other_settings_is_refused_at_its_start(running: Engines, model: str) -> None:
+    for wrong in ({"block_size": 32}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}):
+        with pytest.raises(errors.Misconfigured, match="cpu0"):
+            await running.start(PrefillActor, **wrong)
+
+
 async def test_repeated_messages_start_once(running: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway, bus = running.gateway, running.gateway.bus
     starts: list[StartDecode] = []
@@ -282,15 +290,20 @@ async def test_a_failing_model_ends_everything_at_once(
     monkeypatch.setattr(hand_over, "ABSENT_LIMIT_S", 0.5)
     async with engines(tmp_path, model=model, **OPTIONS) as running:
         gateway, worker = running.gateway, getattr(running, actor)
+        broken = threading.Event()
+
+        def fail(*_: Any) -> None:
+            broken.wait(10)
+            raise RuntimeError("the test breaks the model")
+
+        if actor == "prefill":
+            monkeypatch.setattr(worker.engine._model, "forward", fail)
         attempts = [await gateway.send(gateway.work(prompt(400, i), 100)) for i in range(4)]
         if actor == "decode":
             for attempt in attempts:
                 await gateway.until(attempt, 3)
-
-        def fail(*_: Any) -> None:
-            raise RuntimeError("the test breaks the model")
-
-        monkeypatch.setattr(worker.engine._model, "forward", fail)
+            monkeypatch.setattr(worker.engine._model, "forward", fail)
+        broken.set()
         async with asyncio.timeout(5):
             await worker.failed.wait()
             for attempt in attempts:

@@ -152,7 +152,7 @@ class Engines:
     prefill: PrefillActor
     decode: DecodeActor
     manager: BlockManager
-    start: Callable[[type[Actor]], Awaitable[Any]]
+    start: Callable[..., Awaitable[Any]]
 
     async def stats(self) -> Stats:
         return await self.gateway.bus.request("block_manager.stats", Empty(), Stats, timeout_s=2)
@@ -184,8 +184,8 @@ async def engines(state: Path, **options: Any) -> AsyncIterator[Engines]:
             stack.push_async_callback(bus.close)
             return bus
 
-        async def start(kind: type[Actor]) -> Any:
-            chosen = {**options, **options.get(kind.name, {})}
+        async def start(kind: type[Actor], **changes: Any) -> Any:
+            chosen = {**options, **options.get(kind.name, {}), **changes}
             known = {name: value for name, value in chosen.items() if name in kind.Settings.model_fields}
             actor = kind(await connect(kind.name), kind.Settings(state_dir=state, **known))
             await actor.start()

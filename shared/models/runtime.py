@@ -17,7 +17,7 @@ from shared.pool import Pool
 
 
 def load(files: ModelFiles, dtype: str, kernels: str, threads: int) -> Transformer:
-    """The model on `threads` threads with the ops of backend `kernels`. Raises Misconfigured if they cannot run here."""
+    """The model on `threads` threads with the ops of backend `kernels`. Misconfigured if they cannot run here."""
     try:
         ops: Ops = dispatch.select(kernels)
     except (ValueError, dispatch.BackendUnavailable) as error:

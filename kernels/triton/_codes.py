@@ -1,8 +1,8 @@
 """Reading and writing the elements of pages in Triton: one function per byte format of `kernels/formats`.
 
-Addresses: `base` are uint8 pointers to the layer's segment inside each token's page, int64 arithmetic done by the caller.
-Eight-bit floats are taken apart with integer operations, since the hardware casts exist on some architectures only and are
-wrong in the interpreter.
+Eight-bit floats are taken apart with integer operations, since the hardware casts exist on some architectures only and
+are wrong in the interpreter. Integers become fp16 by way of 0x6400 | n = 1024 + n, which needs no conversion unit; on
+a device in PTX (`_ptx.py`), in the interpreter by the same operations in Triton.
 """
 
 # mypy: ignore-errors
@@ -12,43 +12,91 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-RAW = tl.constexpr(0)
-INT8 = tl.constexpr(1)
-E4M3 = tl.constexpr(2)
-E5M2 = tl.constexpr(3)
-INT4 = tl.constexpr(4)
+from kernels.triton import _ptx as ptx
+from kernels.triton._launch import INTERPRETED
 
-PER_TOKEN = tl.constexpr(0)
-PER_CHANNEL = tl.constexpr(1)
-PER_TENSOR = tl.constexpr(2)
-NONE = tl.constexpr(3)
+PTX = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
-def element(base, offset, valid, CODE: tl.constexpr, RAW_TYPE: tl.constexpr):
-    """fp32 (RAW: RAW_TYPE) values of the elements `offset` behind `base`; four-bit codes are not for this function."""
+def raw_pointer(base, CODE: tl.constexpr, RAW_TYPE: tl.constexpr):
+    """uint8 pointers as pointers to the stored elements of a code."""
     if CODE == 0:
-        typed = base.to(tl.pointer_type(RAW_TYPE)) + offset
-        value = tl.load(typed, mask=valid, other=0.0)
+        typed = base.to(tl.pointer_type(RAW_TYPE))
     elif CODE == 1:
-        typed = base.to(tl.pointer_type(tl.int8)) + offset
-        value = tl.load(typed, mask=valid, other=0).to(tl.float32)
+        typed = base.to(tl.pointer_type(tl.int8))
     else:
-        byte = tl.load(base + offset, mask=valid, other=0).to(tl.int32)
-        sign = (byte & 128) << 8
+        typed = base
+    return typed
+
+
+@triton.jit
+def decode(raw, CODE: tl.constexpr, AS: tl.constexpr):
+    """Stored elements as values of type AS, exactly where AS can hold them; four-bit codes are not for this function."""
+    if CODE == 0:
+        value = raw.to(AS)
+    elif AS == tl.float16:  # noqa: SIM300
+        value = half_value(raw, CODE)
+    elif CODE == 1:
+        value = raw.to(AS)
+    else:
+        value = half_bits(raw, CODE).to(AS)
         if CODE == 2:
-            # the same exponent and mantissa bits in fp16 mean 2^-8 times the value, subnormals included
-            half = (sign | (byte & 127) << 7).to(tl.int16).to(tl.float16, bitcast=True)
-            value = half.to(tl.float32) * 256.0
-        else:
-            value = (byte << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            value *= 256.0
     return value
 
 
 @triton.jit
+def half_value(raw, CODE: tl.constexpr):
+    """fp16 of eight-bit codes; on a device four at a time, and before they change threads, which moves 16-bit units."""
+    if PTX:
+        text: tl.constexpr = ptx.INT8 if CODE == 1 else (ptx.E4M3 if CODE == 2 else ptx.E5M2)
+        value = tl.inline_asm_elementwise(text, "=r,=r,r", [raw], tl.float16, is_pure=False, pack=4)
+    elif CODE == 1:
+        value = ((raw.to(tl.uint8, bitcast=True) ^ 128).to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    else:
+        value = half_bits(raw, CODE)
+        if CODE == 2:
+            value *= 256.0
+    return value
+
+
+@triton.jit
+def half_bits(raw, CODE: tl.constexpr):
+    """fp16 with the exponent and mantissa bits of a float8; those of e4m3 mean 2^-8 times its value in fp16."""
+    byte = raw.to(tl.int16)
+    bits = ((byte & 128) << 8 | (byte & 127) << 7) if CODE == 2 else byte << 8
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def nibble(raw, PART: tl.constexpr, AS: tl.constexpr):
+    """The low (PART 0) or high (1) four bits of bytes, plus `nibble_bias(AS)`, in type AS."""
+    if AS == tl.float16 and PTX:  # noqa: SIM300
+        text: tl.constexpr = ptx.HIGH4 if PART == 1 else ptx.LOW4
+        value = tl.inline_asm_elementwise(text, "=r,=r,r", [raw], tl.float16, is_pure=False, pack=4)
+    else:
+        code = ((raw >> 4) if PART == 1 else (raw & 15)).to(tl.int16)
+        if AS == tl.float16:  # noqa: SIM300
+            value = (code | 0x6400).to(tl.float16, bitcast=True)
+        else:
+            value = code.to(AS)
+    return value
+
+
+@triton.jit
+def nibble_zero(zero, AS: tl.constexpr):
+    """What `nibble` must be lessened by for the signed byte `zero`."""
+    result = zero.to(AS)
+    if AS == tl.float16:  # noqa: SIM300
+        result += 1024.0
+    return result
+
+
+@triton.jit
 def half_scale(base, offset, valid):
-    """fp32 of the fp16 scale `offset` elements behind `base`."""
-    return tl.load(base.to(tl.pointer_type(tl.float16)) + offset, mask=valid, other=0.0).to(tl.float32)
+    """fp16 scale `offset` elements behind `base`, as stored."""
+    return tl.load(base.to(tl.pointer_type(tl.float16)) + offset, mask=valid, other=0.0)
 
 
 @triton.jit
@@ -60,13 +108,13 @@ def small_scale(base, offset, valid):
 
 @triton.jit
 def signed(base, offset, valid):
-    """fp32 of a two's complement byte."""
-    return tl.load(base.to(tl.pointer_type(tl.int8)) + offset, mask=valid, other=0).to(tl.float32)
+    """A two's complement byte."""
+    return tl.load(base.to(tl.pointer_type(tl.int8)) + offset, mask=valid, other=0)
 
 
 @triton.jit
 def round_even(x):
-    """Nearest integer, ties to even, of |x| < 2^22. Needs floating-point fusion switched off, as all of this package."""
+    """Nearest integer, ties to even, of |x| < 2^22. Needs floating-point fusion off, as all of this package."""
     return (x + 12582912.0) - 12582912.0
 
 

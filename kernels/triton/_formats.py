@@ -49,17 +49,14 @@ def side(name: str, keys: bool) -> Side:
 
 
 def dot_type(side_: Side, compute: torch.dtype, interpreted: bool) -> Any:
-    """Operand type of `tl.dot`: exact for the codes of the format, and never bf16 in the interpreter, which breaks it.
+    """Operand type of `tl.dot`: holds the codes of the format exactly. Never bf16 in the interpreter, which breaks it.
 
-    Scaled four-bit and per-channel values have more than eight significant bits, so they are multiplied as fp16.
+    fp16 for everything quantised: bf16 could not hold codes under a scale of their own, nor eight-bit codes cheaply.
     """
-    if compute == torch.float32 or interpreted:
+    if compute == torch.float32:
         return tl.float32
-    if side_.code == 4 or (side_.code == 1 and side_.granularity == 1):
-        return tl.float16
-    if side_.code == 0:
-        return side_.raw if side_.raw != tl.float32 else tl.float32
-    return tl.bfloat16 if compute == torch.bfloat16 else tl.float16
+    found = side_.raw if side_.code == 0 else tl.float16
+    return tl.float32 if interpreted and found == tl.bfloat16 else found
 
 
 def constants(layout: PageLayout, place: LayerLayout) -> dict[str, Any]:
@@ -79,8 +76,8 @@ def constants(layout: PageLayout, place: LayerLayout) -> dict[str, Any]:
         "V_RAW": v.raw,
         "KV_HEADS": layout.kv_heads,
         "HEAD_DIM": dim,
-        "DIM_PAD": 1 << (dim - 1).bit_length(),
+        "HALF_PAD": max(32, 1 << (dim // 2 - 1).bit_length()),
         "BLOCK_SIZE": layout.block_size,
         # groups of a V token in the int4 format: each half of the channels in runs of 32 (formats/int4.py)
-        "HALF_GROUPS": -(-(dim // 2) // 32),
+        "GROUPS": -(-(dim // 2) // 32),
     }

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.layout import PageLayout
-from kernels.triton import attend, merge, seal
+from kernels.triton import attend, merge, seal, tuning
 from kernels.triton._formats import RAW_TYPES, constants, dot_type, side
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -26,6 +26,9 @@ _TYPE_NAMES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _POINTERS = {"out": "compute", "q": "compute", "k": "compute", "v": "compute", "part": "fp32", "lse": "fp32",
              "page_lse": "fp32", "scales": "fp32", "merged_lse": "fp32", "pages": "u8", "tails": "u8"}  # fmt: skip
 _FLOATS = ("scale", "softcap")
+_ALIGNED = {"layer_offset", "tail_offset", "q_row", "q_head", "out_row", "out_head", "part_row", "part_split",
+            "k_page", "k_token", "k_head", "v_page", "v_token", "v_head"}  # fmt: skip
+"""Integers that are multiples of 16 for every layout, which the launcher finds out and compiles for."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,21 @@ class Resources:
     shared: int
 
 
-def attend_decode(layout: PageLayout, group: int, capability: int, *, layer: int = 0, splits: int = 8) -> Resources:
-    """The decode kernel for one layer's formats and `group` query heads a KV head."""
+def attention(
+    layout: PageLayout,
+    group: int,
+    capability: int,
+    *,
+    layer: int = 0,
+    max_query: int = 1,
+    splits: int = 8,
+    shape: tuning.TileShape | None = None,
+) -> Resources:
+    """The kernel for one layer's formats and `group` query heads a KV head: decode, or chunks if `max_query` > 1."""
     place = layout.layer(layer)
     compute = RAW_TYPES[layout.tail_format]
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[layout.tail_format]
-    shape = attend.tile_shape(group, 1, layout.head_dim)
+    shape = shape or tuning.tile_shape(place.k_format, place.v_format, layout.head_dim, group, max_query)
     fixed = {
         **constants(layout, place),
         "TAIL_BYTES": layout.tail_bytes,
@@ -53,10 +65,10 @@ def attend_decode(layout: PageLayout, group: int, capability: int, *, layer: int
         "BLOCK_M": shape.rows,
         "BLOCK_N": shape.tokens,
         "SPLITS": splits,
-        "K_DOT": dot_type(side(place.k_format, keys=True), torch_type, interpreted=False),
-        "V_DOT": dot_type(side(place.v_format, keys=False), torch_type, interpreted=False),
+        "K_DOT": dot_type(side(place.k_format, keys=True), torch_type, False),
+        "V_DOT": dot_type(side(place.v_format, keys=False), torch_type, False),
         "TAIL_DOT": compute,
-        "CAUSAL": False,
+        "CAUSAL": max_query > 1,
         "WINDOW": False,
         "SOFTCAP": False,
         "PAGE_LSE": False,
@@ -87,9 +99,10 @@ def resources(kernel: Any, compute: str, fixed: dict[str, Any], capability: int,
     names = [name for name in kernel.arg_names if name not in fixed]
     signature = {name: _type_of(name, compute) for name in names} | dict.fromkeys(fixed, "constexpr")
     ordered = {name: signature[name] for name in kernel.arg_names}
-    aligned = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in names if ordered[n].startswith("*")}
+    whole = [name for name in names if ordered[name].startswith("*") or name in _ALIGNED]
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in whole}
     source = ASTSource(kernel, ordered, constexprs=fixed, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": kernel is attend.attend_kernel}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _resource_usage(compiled.asm["cubin"])
     return Resources(usage["REG"], usage["STACK"], usage["LOCAL"], max(usage["SHARED"], compiled.metadata.shared))

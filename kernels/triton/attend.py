@@ -10,8 +10,6 @@ partial results are merged by their log-sum-exp. Lengths are read on the device 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -21,35 +19,20 @@ from kernels.attention import Batch, check
 from kernels.layout import PageLayout
 from kernels.triton._formats import RAW_TYPES, TORCH_TYPES, constants, dot_type, side
 from kernels.triton._launch import INTERPRETED, multiprocessors
-from kernels.triton._tiles import scores, weighted
+from kernels.triton._keys import centres, load_keys, scores
+from kernels.triton._values import load_values, weighted
 from kernels.triton.merge import merge_splits
-
-
-@dataclass(frozen=True)
-class TileShape:
-    """Query rows and keys of one tile, and how the compiler should spread it."""
-
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
-
-
-def tile_shape(group: int, max_query: int, head_dim: int) -> TileShape:
-    """Tensor cores want at least 16 rows; wide heads get fewer keys a tile, so that nothing spills."""
-    least = 16 if max_query == 1 else 64
-    rows = max(least, 1 << (group - 1).bit_length())
-    return TileShape(rows, tokens=64 if head_dim <= 128 else 32, warps=4 if max_query == 1 else 8, stages=2)
+from kernels.triton.tuning import TileShape, table_name, tile_shape
 
 
 @triton.jit
-def _fold(x, m, l, acc):
-    """Online softmax over logits x [M, N] in base 2: new maximum, new sum, rescaled acc, weights."""
-    top = tl.maximum(m, tl.max(x, axis=1))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(x - safe[:, None])
-    shrink = tl.exp2(m - safe)
-    return top, l * shrink + tl.sum(p, axis=1), acc * shrink[:, None], p
+def _fold(x, top, total):
+    """Online softmax over logits x [M, N] in base 2: new maximum, new sum, what old results shrink by, weights."""
+    new = tl.maximum(top, tl.max(x, axis=1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    weights = tl.exp2(x - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    return new, total * shrink + tl.sum(weights, axis=1), shrink, weights
 
 
 @triton.jit
@@ -63,6 +46,18 @@ def _logits(raw, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _store_page_lse(x, target, page, high, live, TILE_PAGES: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Natural log-sum-exp of each page of base-2 logits x [M, N] to `target` [M] + page."""
+    by_page = tl.reshape(x, [x.shape[0], TILE_PAGES, BLOCK_SIZE])
+    top = tl.max(by_page, axis=2)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(by_page - safe[:, :, None]), axis=2)
+    own = page + tl.arange(0, TILE_PAGES)
+    result = (safe + tl.log2(total)) * 0.6931471805599453
+    tl.store(target[:, None] + own[None, :], result, mask=live[:, None] & (own < high)[None, :])
+
+
+@triton.jit
 def attend_kernel(
     q, out, part, lse, pages, tails, tables, counts, tail_slots, tail_lengths, query_starts, page_lse, scales,
     q_row, q_head, out_row, out_head, table_row, table_head, count_row, count_head, lse_row, lse_head,
@@ -70,8 +65,8 @@ def attend_kernel(
     PAGE_BYTES: tl.constexpr, K_SCALES: tl.constexpr, V_CODES: tl.constexpr, V_SCALES: tl.constexpr,
     K_CODE: tl.constexpr, K_GRAIN: tl.constexpr, K_RAW: tl.constexpr,
     V_CODE: tl.constexpr, V_GRAIN: tl.constexpr, V_RAW: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HALF_GROUPS: tl.constexpr, TAIL_BYTES: tl.constexpr, TAIL_V: tl.constexpr, TAIL_RAW: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, TAIL_BYTES: tl.constexpr, TAIL_V: tl.constexpr, TAIL_RAW: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, TAIL_DOT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_LSE: tl.constexpr,
@@ -91,17 +86,21 @@ def attend_kernel(
         query = first_query + m_range // GROUP
         q_heads = head * GROUP + m_range % GROUP
         live = (query < queries) & (m_range < rows_per_tile * GROUP)
-        position = count * BLOCK_SIZE + filled - queries + query
-        d = tl.arange(0, DIM_PAD)
-        inside_d = d < HEAD_DIM
+        start = count * BLOCK_SIZE + filled - queries
+        position = start + query
+        half: tl.constexpr = HEAD_DIM // 2
+        d = tl.arange(0, HALF_PAD)
+        inside_d = d < half
+        inside = live[:, None] & inside_d[None, :]
         row = (first_row + query).to(tl.int64)
-        q_tile = tl.load(
-            q + (row * q_row + q_heads * q_head)[:, None] + d[None, :],
-            mask=live[:, None] & inside_d[None, :], other=0.0,
-        )  # fmt: skip
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+        source = q + (row * q_row + q_heads * q_head)[:, None] + d[None, :]
+        q_low = tl.load(source, mask=inside, other=0.0)
+        q_high = tl.load(source + half, mask=inside, other=0.0)
+        k_low, k_high = q_low.to(K_DOT), q_high.to(K_DOT)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc_low = tl.zeros([BLOCK_M, HALF_PAD], tl.float32)
+        acc_high = tl.zeros([BLOCK_M, HALF_PAD], tl.float32)
         k_scale, v_scale = 1.0, 1.0
         if K_GRAIN == 2:
             k_scale = tl.load(scales + layer * 2)
@@ -113,76 +112,88 @@ def attend_kernel(
         share = tl.cdiv(tl.cdiv(count, tile_pages), SPLITS) * tile_pages
         low, high = split * share, tl.minimum(split * share + share, count)
         if CAUSAL:
-            last = count * BLOCK_SIZE + filled - queries + tl.minimum(first_query + rows_per_tile, queries) - 1
-            high = tl.minimum(high, last // BLOCK_SIZE + 1)
+            high = tl.minimum(high, (start + tl.minimum(first_query + rows_per_tile, queries) - 1) // BLOCK_SIZE + 1)
         if WINDOW:
-            oldest = count * BLOCK_SIZE + filled - queries + first_query - window + 1
-            low = tl.maximum(low, tl.maximum(oldest, 0) // BLOCK_SIZE // tile_pages * tile_pages)
+            oldest = tl.maximum(start + first_query - window + 1, 0)
+            low = tl.maximum(low, oldest // BLOCK_SIZE // tile_pages * tile_pages)
         n = tl.arange(0, BLOCK_N)
         slot = n % BLOCK_SIZE
+        column = tl.arange(0, tile_pages)
         table = tables + sequence * table_row + head * table_head
+        origin = pages + layer_offset
         for page in range(low, high, tile_pages):
-            place = page + n // BLOCK_SIZE
-            valid = place < high
-            index = tl.load(table + place, mask=valid, other=0).to(tl.int64)
-            base = pages + index * PAGE_BYTES + layer_offset
-            raw = scores(q_tile, base, head, slot, valid, k_scale, K_CODE, K_GRAIN, K_RAW, K_SCALES, HEAD_DIM, DIM_PAD,
-                         BLOCK_SIZE, K_DOT)  # fmt: skip
-            x = _logits(raw, scale, softcap, SOFTCAP)
-            seen = valid[None, :] & live[:, None]
+            page_there = page + column < high
+            page_base = origin + tl.load(table + page + column, mask=page_there, other=0).to(tl.int64) * PAGE_BYTES
+            there = page + n // BLOCK_SIZE < high
+            base = origin + tl.load(table + page + n // BLOCK_SIZE, mask=there, other=0).to(tl.int64) * PAGE_BYTES
+            # both sides before the first barrier, so that all of the tile is on its way at once
+            keys = load_keys(page_base, head, page_there, K_CODE, K_RAW, HEAD_DIM, HALF_PAD, BLOCK_SIZE)
+            values = load_values(
+                base, head, slot, there, V_CODE, V_RAW, V_CODES, HEAD_DIM, HALF_PAD, BLOCK_SIZE, GROUPS
+            )
+            raw = scores(k_low, k_high, keys[0], keys[1], page_base, head, page_there, k_scale, K_CODE, K_GRAIN, K_SCALES,
+                         HEAD_DIM, HALF_PAD, BLOCK_SIZE, tile_pages, K_DOT)  # fmt: skip
+            if K_GRAIN == 1 and K_CODE != 4:
+                centre = centres(q_low.to(tl.float32), q_high.to(tl.float32), pages, table, page, high, head,
+                                 layer_offset, PAGE_BYTES, K_SCALES, HEAD_DIM, HALF_PAD, tile_pages, BLOCK_M)  # fmt: skip
+                raw = tl.reshape(tl.reshape(raw, [BLOCK_M, tile_pages, BLOCK_SIZE]) + centre[:, :, None], raw.shape)
+            seen = there[None, :] & live[:, None]
             key = page * BLOCK_SIZE + n
             if CAUSAL:
                 seen &= key[None, :] <= position[:, None]
             if WINDOW:
                 seen &= key[None, :] > (position - window)[:, None]
-            x = tl.where(seen, x, float("-inf"))
+            x = tl.where(seen, _logits(raw, scale, softcap, SOFTCAP), float("-inf"))
             if PAGE_LSE:
-                by_page = tl.reshape(x, [BLOCK_M, tile_pages, BLOCK_SIZE])
-                page_top = tl.max(by_page, axis=2)
-                safe = tl.where(page_top == float("-inf"), 0.0, page_top)
-                page_sum = tl.sum(tl.exp2(by_page - safe[:, :, None]), axis=2)
-                own = page + tl.arange(0, tile_pages)
-                target = page_lse + sequence * lse_row + (q_heads * lse_head)[:, None] + own[None, :]
-                # natural logarithm for the caller
-                tl.store(
-                    target, (safe + tl.log2(page_sum)) * 0.6931471805599453, mask=live[:, None] & (own < high)[None, :]
-                )
-            m, l, acc, p = _fold(x, m, l, acc)
-            acc = weighted(p, acc, base, head, slot, valid, v_scale, V_CODE, V_GRAIN, V_RAW, V_CODES, V_SCALES, HEAD_DIM,
-                           DIM_PAD, BLOCK_SIZE, HALF_GROUPS, V_DOT)  # fmt: skip
+                target = page_lse + sequence * lse_row + q_heads * lse_head
+                _store_page_lse(x, target, page, high, live, tile_pages, BLOCK_SIZE)
+            top, total, shrink, p = _fold(x, top, total)
+            acc_low, acc_high = weighted(
+                p, shrink, acc_low, acc_high, values[0], values[1], base, head, slot, there, v_scale, V_CODE, V_GRAIN, V_SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, V_DOT,
+            )  # fmt: skip
 
         if (split == SPLITS - 1) & (filled > 0):
             t = tl.arange(0, BLOCK_SIZE)
-            valid = t < filled
-            start = tails + tl.load(tail_slots + sequence).to(tl.int64) * TAIL_BYTES + tail_offset
-            typed = start.to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
-            k_tail = tl.load(
-                typed + t[None, :] * HEAD_DIM + d[:, None], mask=inside_d[:, None] & valid[None, :], other=0.0
+            there = t < filled
+            own = tails + tl.load(tail_slots + sequence).to(tl.int64) * TAIL_BYTES + tail_offset
+            typed = own.to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
+            source = typed + t[None, :] * HEAD_DIM + d[:, None]
+            wanted = inside_d[:, None] & there[None, :]
+            raw = tl.dot(
+                q_low.to(TAIL_DOT), tl.load(source, mask=wanted, other=0.0).to(TAIL_DOT), input_precision="ieee"
             )
-            raw = tl.dot(q_tile.to(TAIL_DOT), k_tail.to(TAIL_DOT), input_precision="ieee")
-            x = _logits(raw, scale, softcap, SOFTCAP)
-            seen = valid[None, :] & live[:, None]
+            raw = tl.dot(
+                q_high.to(TAIL_DOT), tl.load(source + half, mask=wanted, other=0.0).to(TAIL_DOT), acc=raw,
+                input_precision="ieee",
+            )  # fmt: skip
+            seen = there[None, :] & live[:, None]
             key = count * BLOCK_SIZE + t
             if CAUSAL:
                 seen &= key[None, :] <= position[:, None]
             if WINDOW:
                 seen &= key[None, :] > (position - window)[:, None]
-            m, l, acc, p = _fold(tl.where(seen, x, float("-inf")), m, l, acc)
-            typed = (start + TAIL_V).to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
-            v_tail = tl.load(
-                typed + t[:, None] * HEAD_DIM + d[None, :], mask=valid[:, None] & inside_d[None, :], other=0.0
-            )
-            acc = tl.dot(p.to(TAIL_DOT), v_tail.to(TAIL_DOT), acc=acc, input_precision="ieee")
+            x = tl.where(seen, _logits(raw, scale, softcap, SOFTCAP), float("-inf"))
+            top, total, shrink, p = _fold(x, top, total)
+            typed = (own + TAIL_V).to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
+            source = typed + t[:, None] * HEAD_DIM + d[None, :]
+            wanted = there[:, None] & inside_d[None, :]
+            weights = p.to(TAIL_DOT)
+            value = tl.load(source, mask=wanted, other=0.0).to(TAIL_DOT)
+            acc_low = tl.dot(weights, value, acc=acc_low * shrink[:, None], input_precision="ieee")
+            value = tl.load(source + half, mask=wanted, other=0.0).to(TAIL_DOT)
+            acc_high = tl.dot(weights, value, acc=acc_high * shrink[:, None], input_precision="ieee")
 
-        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-        where = live[:, None] & inside_d[None, :]
+        norm = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
         if SPLITS == 1:
             target = out + (row * out_row + q_heads * out_head)[:, None] + d[None, :]
-            tl.store(target, acc.to(out.dtype.element_ty), mask=where)
+            tl.store(target, (acc_low * norm).to(out.dtype.element_ty), mask=inside)
+            tl.store(target + half, (acc_high * norm).to(out.dtype.element_ty), mask=inside)
         else:
             flat = (row * (KV_HEADS * GROUP) + q_heads) * SPLITS + split
-            tl.store(part + flat[:, None] * HEAD_DIM + d[None, :], acc, mask=where)
-            tl.store(lse + flat, tl.where(l == 0.0, float("-inf"), m + tl.log2(l)), mask=live)
+            target = part + flat[:, None] * HEAD_DIM + d[None, :]
+            tl.store(target, acc_low * norm, mask=inside)
+            tl.store(target + half, acc_high * norm, mask=inside)
+            tl.store(lse + flat, tl.where(total == 0.0, float("-inf"), top + tl.log2(total)), mask=live)
 
 
 def attend(
@@ -200,8 +211,12 @@ def attend(
     page_lse: Tensor | None = None,
     out: Tensor | None = None,
     splits: int = 0,
+    shape: TileShape | None = None,
 ) -> Tensor:
-    """The contract of `kernels.reference.attend`. `splits` > 0 fixes the number of shares a sequence is cut into."""
+    """The contract of `kernels.reference.attend`. `splits` > 0 fixes the shares a sequence is cut into, `shape` tiles.
+
+    Nothing here waits for the device, and grid and constants depend on shapes, `max_pages` and `max_query` alone.
+    """
     check(batch, q, layout.kv_heads, layout.head_dim, window, page_lse)
     place = layout.layer(layer)
     k_side, v_side = side(place.k_format, keys=True), side(place.v_format, keys=False)
@@ -211,7 +226,9 @@ def attend(
     rows, q_heads, _ = q.shape
     group = q_heads // layout.kv_heads
     causal = batch.max_query > 1
-    shape = tile_shape(group, batch.max_query, layout.head_dim)
+    shape = shape or tile_shape(
+        place.k_format, place.v_format, layout.head_dim, group, batch.max_query, table_name(q.device)
+    )
     tiles = -(-batch.max_query // (shape.rows // group))
     programs = tiles * len(batch) * layout.kv_heads
     splits = splits or _splits(programs, batch.max_pages * layout.block_size, shape.tokens, q.device)
@@ -239,7 +256,7 @@ def attend(
         GROUP=group, BLOCK_M=shape.rows, BLOCK_N=shape.tokens, SPLITS=splits,
         K_DOT=dot_type(k_side, tail_type, INTERPRETED), V_DOT=dot_type(v_side, tail_type, INTERPRETED),
         TAIL_DOT=tail_dot, CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0, PAGE_LSE=page_lse is not None,
-        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
+        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         merge_splits(part, lse, out)

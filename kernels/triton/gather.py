@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kernels.layout import PageLayout
 from kernels.reference.gather import copy_pages
-from kernels.triton._codes import element, half_scale
+from kernels.triton._codes import half_scale
 from kernels.triton._formats import TORCH_TYPES, constants, side
-from kernels.triton._tiles import key_codes4, value_codes4
+from kernels.triton._keys import key_half, load_keys
+from kernels.triton._values import load_values, value_half
 
 __all__ = ["copy_pages", "gather"]
 
@@ -24,43 +25,42 @@ def gather_kernel(
     PAGE_BYTES: tl.constexpr, K_SCALES: tl.constexpr, V_CODES: tl.constexpr, V_SCALES: tl.constexpr,
     K_CODE: tl.constexpr, K_GRAIN: tl.constexpr, K_RAW: tl.constexpr,
     V_CODE: tl.constexpr, V_GRAIN: tl.constexpr, V_RAW: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HALF_GROUPS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (pages, KV_HEADS); k, v [pages * BLOCK_SIZE, KV_HEADS, HEAD_DIM]."""
     page, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     t = tl.arange(0, BLOCK_SIZE)
-    d = tl.arange(0, DIM_PAD)
-    valid = t >= 0
+    d = tl.arange(0, HALF_PAD)
+    half: tl.constexpr = HEAD_DIM // 2
     start = pages + tl.load(block_ids + page).to(tl.int64) * PAGE_BYTES + layer_offset
-    base = start + tl.zeros([BLOCK_SIZE], tl.int64)
-    inside = (d < HEAD_DIM)[:, None] & valid[None, :]
-    if K_CODE == 4:
-        keys = key_codes4(base, head, t, valid, K_SCALES, HEAD_DIM, DIM_PAD, BLOCK_SIZE)
-    else:
-        keys = element(base[None, :], ((head * HEAD_DIM + d) * BLOCK_SIZE)[:, None] + t[None, :], inside, K_CODE, K_RAW)
-        keys = keys.to(tl.float32)
+    row = ((page * BLOCK_SIZE + t) * KV_HEADS + head) * HEAD_DIM
+    one = tl.arange(0, 1)
+    base, valid = start + one, one >= 0
+    raw = load_keys(base, head, valid, K_CODE, K_RAW, HEAD_DIM, HALF_PAD, BLOCK_SIZE)
+    for part in tl.static_range(2):
+        keys = key_half(raw[part], base, head, valid, part, K_CODE, K_GRAIN, K_SCALES, HEAD_DIM, HALF_PAD, tl.float32)
+        keys = tl.reshape(keys, [HALF_PAD, BLOCK_SIZE])
         if K_GRAIN == 0:
-            keys *= half_scale(base + K_SCALES, head * BLOCK_SIZE + t, valid)[None, :]
-        if K_GRAIN == 1:
-            channel = (head * 2 * HEAD_DIM + d)[:, None]
-            own = (base + K_SCALES)[None, :]
-            keys = keys * half_scale(own, channel, inside) + half_scale(own, channel + HEAD_DIM, inside)
+            keys *= half_scale(start + K_SCALES, head * BLOCK_SIZE + t, t >= 0).to(tl.float32)[None, :]
+        if K_GRAIN == 1 and K_CODE != 4:
+            channel = (2 * head + 1) * HEAD_DIM + part * half + d
+            keys += half_scale(start + K_SCALES, channel, d < half).to(tl.float32)[:, None]
         if K_GRAIN == 2:
             keys *= tl.load(scales + layer * 2)
-    row = ((page * BLOCK_SIZE + t) * KV_HEADS + head) * HEAD_DIM
-    tl.store(k + row[None, :] + d[:, None], keys.to(k.dtype.element_ty), mask=inside)
-    inside = valid[:, None] & (d < HEAD_DIM)[None, :]
-    if V_CODE == 4:
-        values = value_codes4(base, head, t, valid, V_SCALES, HEAD_DIM, DIM_PAD, BLOCK_SIZE, HALF_GROUPS, V_CODES)
-    else:
-        offset = ((head * BLOCK_SIZE + t) * HEAD_DIM)[:, None] + d[None, :]
-        values = element((base + V_CODES)[:, None], offset, inside, V_CODE, V_RAW).to(tl.float32)
-        if V_GRAIN == 0:
-            values *= half_scale(base + V_SCALES, head * BLOCK_SIZE + t, valid)[:, None]
+        target = k + row[None, :] + (part * half + d)[:, None]
+        tl.store(target, keys.to(k.dtype.element_ty), mask=(d < half)[:, None] & (t >= 0)[None, :])
+    base, valid = start + t * 0, t >= 0
+    raw = load_values(base, head, t, valid, V_CODE, V_RAW, V_CODES, HEAD_DIM, HALF_PAD, BLOCK_SIZE, GROUPS)
+    for part in tl.static_range(2):
+        values = value_half(raw[part], base, head, t, valid, part, V_CODE, V_SCALES, HALF_PAD, BLOCK_SIZE, GROUPS,
+                            BLOCK_SIZE, tl.float32)  # fmt: skip
+        if V_GRAIN == 0 and V_CODE != 4:
+            values *= half_scale(start + V_SCALES, head * BLOCK_SIZE + t, valid).to(tl.float32)[:, None]
         if V_GRAIN == 2:
             values *= tl.load(scales + layer * 2 + 1)
-    tl.store(v + row[:, None] + d[None, :], values.to(v.dtype.element_ty), mask=inside)
+        target = v + row[:, None] + (part * half + d)[None, :]
+        tl.store(target, values.to(v.dtype.element_ty), mask=valid[:, None] & (d < half)[None, :])
 
 
 def gather(

@@ -71,14 +71,14 @@ def _seal_keys(k, base, head, tensor_scale, CODE: tl.constexpr, GRAIN: tl.conste
 @triton.jit
 def _seal_values(v, base, head, tensor_scale, CODE: tl.constexpr, GRAIN: tl.constexpr, RAW: tl.constexpr,
                  SCALES: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                 HALF_GROUPS: tl.constexpr, v_token):  # fmt: skip
+                 GROUPS: tl.constexpr, v_token):  # fmt: skip
     """V of one head of one page; `base` points at the V codes, SCALES is relative to them."""
     t = tl.arange(0, BLOCK_SIZE)
     if CODE == 4:
         half: tl.constexpr = HEAD_DIM // 2
-        scales = base + SCALES + head * (4 * HALF_GROUPS * BLOCK_SIZE) + t
-        zeros = (scales + 2 * HALF_GROUPS * BLOCK_SIZE).to(tl.pointer_type(tl.int8))
-        for group in tl.static_range(HALF_GROUPS):
+        scales = base + SCALES + head * (4 * GROUPS * BLOCK_SIZE) + t
+        zeros = (scales + 2 * GROUPS * BLOCK_SIZE).to(tl.pointer_type(tl.int8))
+        for group in tl.static_range(GROUPS):
             j = group * 32 + tl.arange(0, 32)
             inside = (t >= 0)[:, None] & (j < half)[None, :]
             source = v + (t * v_token)[:, None] + j[None, :]
@@ -90,9 +90,9 @@ def _seal_values(v, base, head, tensor_scale, CODE: tl.constexpr, GRAIN: tl.cons
             code |= four_bit_code(high, high_scale[:, None], high_zero[:, None]) << 4
             tl.store(base + ((head * BLOCK_SIZE + t) * half)[:, None] + j[None, :], code.to(tl.uint8), mask=inside)
             tl.store(scales + group * BLOCK_SIZE, low_byte.to(tl.uint8))
-            tl.store(scales + (HALF_GROUPS + group) * BLOCK_SIZE, high_byte.to(tl.uint8))
+            tl.store(scales + (GROUPS + group) * BLOCK_SIZE, high_byte.to(tl.uint8))
             tl.store(zeros + group * BLOCK_SIZE, low_zero.to(tl.int32).to(tl.int8))
-            tl.store(zeros + (HALF_GROUPS + group) * BLOCK_SIZE, high_zero.to(tl.int32).to(tl.int8))
+            tl.store(zeros + (GROUPS + group) * BLOCK_SIZE, high_zero.to(tl.int32).to(tl.int8))
     else:
         d = tl.arange(0, DIM_PAD)
         inside = (t >= 0)[:, None] & (d < HEAD_DIM)[None, :]
@@ -121,9 +121,9 @@ def _token_range(x, inside):
 @triton.jit
 def _finite(x, RAW: tl.constexpr):
     """x in RAW, saturated at its largest finite value."""
-    if RAW == tl.float16:
+    if RAW == tl.float16:  # noqa: SIM300
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-    if RAW == tl.bfloat16:
+    if RAW == tl.bfloat16:  # noqa: SIM300
         x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
     return x.to(RAW)
 
@@ -134,8 +134,8 @@ def seal_kernel(
     PAGE_BYTES: tl.constexpr, K_SCALES: tl.constexpr, V_CODES: tl.constexpr, V_SCALES: tl.constexpr,
     K_CODE: tl.constexpr, K_GRAIN: tl.constexpr, K_RAW: tl.constexpr,
     V_CODE: tl.constexpr, V_GRAIN: tl.constexpr, V_RAW: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HALF_GROUPS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (pages, KV_HEADS)."""
     page, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -146,9 +146,9 @@ def seal_kernel(
     if V_GRAIN == 2:
         v_scale = tl.load(scales + layer * 2 + 1)
     _seal_keys(k + page * k_page + head * k_head, base, head, k_scale, K_CODE, K_GRAIN, K_RAW, K_SCALES, HEAD_DIM,
-               DIM_PAD, BLOCK_SIZE, k_token)  # fmt: skip
+               2 * HALF_PAD, BLOCK_SIZE, k_token)  # fmt: skip
     _seal_values(v + page * v_page + head * v_head, base + V_CODES, head, v_scale, V_CODE, V_GRAIN, V_RAW,
-                 V_SCALES - V_CODES, HEAD_DIM, DIM_PAD, BLOCK_SIZE, HALF_GROUPS, v_token)  # fmt: skip
+                 V_SCALES - V_CODES, HEAD_DIM, 2 * HALF_PAD, BLOCK_SIZE, GROUPS, v_token)  # fmt: skip
 
 
 def seal(

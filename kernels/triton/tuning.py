@@ -1,0 +1,63 @@
+"""Shapes of attention tiles, from one table a GPU: `tuning/<name of the GPU>.json`, else `tuning/default.json`.
+
+A table has a section `decode` (one query a sequence) and a section `chunk`; keys are `<K format>/<V format>/<head_dim>`
+or `*/*/<head_dim>`, head_dim rounded up to a power of two in the latter. `python -m infra.bench.gpu_check --tune` writes
+the table of the GPU it runs on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent / "tuning"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Query rows and keys of one tile, and how the compiler should spread it."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@cache
+def table_name(device: torch.device) -> str:
+    """The table for `device`: that of its GPU's name if there is one."""
+    if device.type != "cuda":
+        return DEFAULT
+    name = file_stem(torch.cuda.get_device_name(device))
+    return name if (FOLDER / f"{name}.json").exists() else DEFAULT
+
+
+def file_stem(gpu: str) -> str:
+    """`NVIDIA H200` as `nvidia_h200`."""
+    return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
+
+
+@cache
+def _table(name: str) -> dict[str, dict[str, list[int]]]:
+    found: dict[str, dict[str, list[int]]] = json.loads((FOLDER / f"{name}.json").read_text())
+    return found
+
+
+@cache
+def tile_shape(
+    k_format: str, v_format: str, head_dim: int, group: int, max_query: int, table: str = DEFAULT
+) -> TileShape:
+    """Tensor cores want at least 16 rows; all query heads of a KV head share a tile."""
+    section = "decode" if max_query == 1 else "chunk"
+    padded = max(64, 1 << (head_dim - 1).bit_length())
+    keys = (f"{k_format}/{v_format}/{head_dim}", f"*/*/{padded}")
+    entries = (_table(name)[section].get(key) for name in (table, DEFAULT) for key in keys)
+    tokens, warps, stages = next(entry for entry in entries if entry is not None)
+    least = 16 if max_query == 1 else 64
+    return TileShape(max(least, 1 << (group - 1).bit_length()), tokens, warps, stages)

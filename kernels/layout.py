@@ -28,11 +28,17 @@ _ALIASES = {
     "float32": "fp32",
     "float": "fp32",
     "fp8": "fp8_e4m3",
-    "fp8_per_token_head": "fp8_e4m3",
     "fp8_e4m3fn": "fp8_e4m3",
+    "fp8_per_token_head": "fp8_e4m3",
+    "fp8_e4m3_per_token_head": "fp8_e4m3",
+    "fp8_e5m2_per_token_head": "fp8_e5m2",
     "fp8_per_tensor": "fp8_e4m3_per_tensor",
     "int8_per_token_head": "int8",
+    "int8_per_channel": "int8_channel",
+    "quantised": "int8_channel",
+    "quantized": "int8_channel",
 }
+"""Names of the granularities `per_tensor`, `per_token_head` and `per_channel` (of keys), and those of torch."""
 _PAIRS = {"k16v4": (None, "int4"), "k8v4": ("int8_channel", "int4")}
 
 
@@ -105,8 +111,11 @@ def parse_kv_cache_dtype(
     """
 
     def one(value: str) -> str:
-        known = _ALIASES.get(value, value)
-        return formats.load(_ALIASES.get(compute, compute) if known == "auto" else known).name
+        known = _ALIASES.get(compute, compute) if value == "auto" else _ALIASES.get(value, value)
+        if known not in formats.names():
+            choices = ", ".join(("auto", *formats.names(), *(_PAIRS if value is name else ())))
+            raise ValueError(f"there is no KV format {value!r}; choose one of {choices}")
+        return formats.load(known).name
 
     both = _PAIRS.get(name, (name, name))
     k_name, v_name = k or both[0] or "auto", v or both[1]

@@ -18,13 +18,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
+from kernels.layout import parse_kv_cache_dtype, parse_skip_layers
 from shared.errors import Misconfigured
 from shared.logs import LogFormat, LogLevel
 
 S = TypeVar("S", bound="CommonSettings")
 NATS_FILE = "nats.json"
+MOST_LAYERS = 4096
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -38,12 +40,30 @@ def _size(value: object) -> object:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
+def _kv_format(value: str) -> str:
+    parse_kv_cache_dtype(value)
+    return value
+
+
+def _side_format(value: str) -> str:
+    parse_kv_cache_dtype("auto", k=value)
+    return value
+
+
+def _layer_names(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Checks how they are written; whether the model has as many layers is known later."""
+    parse_skip_layers(value, MOST_LAYERS)
+    return value
+
+
 def _list(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 Bytes = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_list)]
+LayerNames = Annotated[tuple[str, ...], BeforeValidator(_list), AfterValidator(_layer_names)]
+KVFormat = Annotated[str, AfterValidator(_kv_format)]
+SideFormat = Annotated[str, AfterValidator(_side_format)]
 
 
 def default_state_dir() -> Path:
@@ -86,10 +106,15 @@ class CacheSettings(CommonSettings):
 
     model: str = "smollm2-135m"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    kv_cache_dtype: str = "auto"
-    k_cache_dtype: str | None = None
-    v_cache_dtype: str | None = None
-    kv_cache_dtype_skip_layers: Names = ()
+    kv_cache_dtype: KVFormat = Field(default="auto", description="auto (dtype), int8_channel, int4, k16v4, k8v4, …")
+    k_cache_dtype: SideFormat | None = Field(default=None, description="of keys, instead of kv_cache_dtype")
+    v_cache_dtype: SideFormat | None = Field(default=None, description="of values, instead of kv_cache_dtype")
+    kv_cache_dtype_skip_layers: LayerNames = Field(
+        default=(), description="layers kept in dtype: indices, first:n, last:n"
+    )
+    kv_scales_path: Path | None = Field(
+        default=None, description="file of `kvrelay calibrate`, for formats named per_tensor"
+    )
     block_size: int = Field(default=16, ge=1, le=256)
     num_blocks_override: int | None = Field(default=None, ge=2)
     kv_cache_memory_bytes: Bytes | None = None
@@ -167,7 +192,8 @@ def load(kind: type[S], overrides: Mapping[str, Any] | None = None, environ: Map
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
-        raise Misconfigured(f"{name} ({source.get(name, 'default')}): {problem['msg']}") from None
+        text = problem["msg"].removeprefix("Value error, ").removeprefix(f"{name}: ")
+        raise Misconfigured(f"{name} ({source.get(name, 'default')}): {text}") from None
 
 
 class NatsAccess(NamedTuple):

@@ -15,20 +15,15 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
-
-import msgpack
-import nats
-from nats.aio.client import Client
 
 from infra.bench import peer_servers, report
 from infra.bench.report import Row
+from shared.bus import Bus
+from shared.messages import Generate, Generated, Sampling
 from shared.settings import CommonSettings, connection
 
 _VOCABULARY = 40_000
-_SUBJECT = "kvrelay.gateway.generate"
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -37,64 +32,55 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return [source.randrange(100, _VOCABULARY) for _ in range(tokens)]
 
 
-async def stream(client: Client, token_ids: list[int], max_tokens: int) -> AsyncIterator[dict[str, Any]]:
-    """Events of one greedy request, the empty message excluded."""
-    inbox = client.new_inbox()
-    subscription = await client.subscribe(inbox)
-    body = {"token_ids": token_ids, "max_tokens": max_tokens, "stream": True,
-            "sampling": {"temperature": 0.0, "ignore_eos": True}}  # fmt: skip
-    await client.publish(_SUBJECT, msgpack.packb(body), reply=inbox)
-    while True:
-        message = await subscription.next_msg(timeout=120)
-        if message.headers and "Nats-Service-Error" in message.headers:
-            raise RuntimeError(message.headers["Nats-Service-Error"])
-        if not message.data:
-            await subscription.unsubscribe()
-            return
-        yield msgpack.unpackb(message.data)
-
-
-async def run(client: Client, token_ids: list[int], max_tokens: int) -> tuple[dict[str, Any], list[float]]:
-    """The last event of a request, and when each event with tokens arrived."""
+async def run(bus: Bus, token_ids: list[int], max_tokens: int) -> tuple[Generated, list[float]]:
+    """The last event of one greedy request, and when each event with tokens arrived."""
+    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    request = Generate(token_ids=token_ids, max_tokens=max_tokens, stream=True, sampling=sampling)
     arrivals: list[float] = []
-    last: dict[str, Any] = {}
-    async for event in stream(client, token_ids, max_tokens):
-        if event.get("token_ids"):
+    last: Generated | None = None
+    async for event in bus.stream("gateway.generate", request, Generated):
+        if event.token_ids:
             arrivals.append(time.perf_counter())
         last = event
+    assert last is not None and last.usage is not None and last.timings is not None
     return last, arrivals
 
 
-async def control_plane(client: Client, repeat: int) -> Row:
+async def control_plane(bus: Bus, repeat: int) -> Row:
     """Time to first token minus compute, one request at a time."""
     costs = []
     for number in range(repeat):
-        timings = (await run(client, prompt(64, number), 2))[0]["timings"]
-        costs.append((timings["ttft_s"] - timings["compute_s"]) * 1000)
+        timings = (await run(bus, prompt(64, number), 2))[0].timings
+        assert timings is not None
+        costs.append((timings.ttft_s - timings.compute_s) * 1000)
     return row("control plane, 1 request", "ms", costs)
 
 
-async def cached_prefix(client: Client, repeat: int) -> Row:
+async def cached_prefix(bus: Bus, repeat: int) -> Row:
     """TTFT of a request whose 1,000-token prefix is cached over TTFT of the request that computed it."""
     ratios = []
     for number in range(repeat):
         prefix = prompt(1000, 1000 + number)
-        first = (await run(client, [*prefix, 11, 12, 13], 2))[0]
-        second = (await run(client, [*prefix, 21, 22, 23], 2))[0]
-        assert second["usage"]["cached_tokens"] >= 992, second["usage"]
-        ratios.append(second["timings"]["ttft_s"] / first["timings"]["ttft_s"])
+        ttft = []
+        for tail in ([11, 12, 13], [21, 22, 23]):
+            last, _ = await run(bus, [*prefix, *tail], 2)
+            assert last.timings is not None and last.usage is not None
+            ttft.append(last.timings.ttft_s)
+            cached = last.usage.cached_tokens
+        assert cached >= 992, f"only {cached} tokens of the prefix were cached"
+        ratios.append(ttft[1] / ttft[0])
     return row("TTFT with cached prefix / without", "ratio", ratios)
 
 
-async def pace_beside_prefill(client: Client, repeat: int) -> list[Row]:
+async def pace_beside_prefill(bus: Bus, repeat: int) -> list[Row]:
     """Gaps between tokens of one stream, alone and while a prompt of 4,000 tokens is computed."""
     alone, beside = [], []
     for number in range(repeat):
-        _, arrivals = await run(client, prompt(32, 2000 + number), 96)
+        _, arrivals = await run(bus, prompt(32, 2000 + number), 96)
         alone += gaps(arrivals)
-        running = asyncio.create_task(run(client, prompt(32, 3000 + number), 256))
+        running = asyncio.create_task(run(bus, prompt(32, 3000 + number), 256))
         began = time.perf_counter()
-        await run(client, prompt(4000, 4000 + number), 1)
+        await run(bus, prompt(4000, 4000 + number), 1)
         ended = time.perf_counter()
         _, arrivals = await running
         beside += gaps([moment for moment in arrivals if began < moment < ended])
@@ -141,13 +127,13 @@ def cpu_seconds(root: int) -> float:
 
 async def measure(state: Path, repeat: int) -> list[Row]:
     access = connection(CommonSettings(state_dir=state), "client")
-    client = await nats.connect(access.url, user=access.user, password=access.password)
+    bus = await Bus.connect(access.url, user=access.user, password=access.password, name="bench")
     try:
-        await run(client, prompt(64, 0), 8)
-        rows = [await control_plane(client, 5 * repeat), await cached_prefix(client, repeat)]
-        return rows + await pace_beside_prefill(client, repeat)
+        await run(bus, prompt(64, 0), 8)
+        rows = [await control_plane(bus, 5 * repeat), await cached_prefix(bus, repeat)]
+        return rows + await pace_beside_prefill(bus, repeat)
     finally:
-        await client.close()
+        await bus.close()
 
 
 def main() -> None:

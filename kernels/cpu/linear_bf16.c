@@ -2,6 +2,8 @@
  * and q8 are exact in bf16; scales are applied in float, once a group. */
 #include "linear_panel.h"
 
+#include <stddef.h>
+
 #if KV_DOT_BF16
 
 #define CHUNK KV_CHUNK_GROUPS
@@ -90,32 +92,19 @@ KV_INLINE void few_rows(const int R, const int format, const uint8_t *data, int6
     }
 }
 
-/* A function each, so that each has registers of its own. */
-typedef void (*few_rows_fn)(const uint8_t *, int64_t, const uint16_t *, int64_t, const float *, float *);
-#define FEW_ROWS(n, format)                                                                                          \
-    static __attribute__((noinline)) void few_##format##_##n(const uint8_t *data, int64_t groups, const uint16_t *x, \
-                                                             int64_t stride, const float *sums, float *tile) {       \
-        few_rows(n, format, data, groups, x, stride, sums, tile);                                                    \
-    }
-#define EACH_COUNT(format)                                                                     \
-    FEW_ROWS(1, format) FEW_ROWS(2, format) FEW_ROWS(3, format) FEW_ROWS(4, format)            \
-    FEW_ROWS(5, format) FEW_ROWS(6, format) FEW_ROWS(7, format) FEW_ROWS(8, format)
-EACH_COUNT(KV_W_Q8)
-EACH_COUNT(KV_W_Q4)
-#define NAMES(f) {few_##f##_1, few_##f##_2, few_##f##_3, few_##f##_4, few_##f##_5, few_##f##_6, few_##f##_7, few_##f##_8}
-static const few_rows_fn FEW[2][8] = {NAMES(KV_W_Q8), NAMES(KV_W_Q4)};
-
 /* R rows times a decoded chunk, which `streams` from memory if this is its only use: weights [group][block][16 pairs], scales [group][block][scale, minimum]. */
 KV_INLINE void multiply(const int R, const int format, const int streams, const __m512i *weights, const __m512 *scales, int64_t groups,
                         const uint16_t *x, int64_t stride, const float *sums, int64_t sum_stride, float *tile) {
+    const int scaled = format >= KV_W_Q8;
+    __m512 sum[8][2];
+    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++) sum[r][h] = _mm512_load_ps(tile + r * 32 + h * 16);
     for (int64_t g = 0; g < groups; g++, weights += 32, scales += 4) {
         const int32_t *pairs = (const int32_t *)(x + g * KV_GROUP);
         if (streams) prefetch(weights, 2048);
-        __m512 sum[8][2];
-        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
-            _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++)
-                sum[r][h] = format >= KV_W_Q8 ? _mm512_setzero_ps() : _mm512_load_ps(tile + r * 32 + h * 16);
-        _Pragma("GCC unroll 4") for (int p = 0; p < 16; p++) {
+        if (scaled)
+            _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+        _Pragma("GCC unroll 16") for (int p = 0; p < 16; p++) {
             __m512i w0 = weights[p], w1 = weights[16 + p];
             _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {
                 __m512i pair = _mm512_set1_epi32(pairs[r * (stride / 2) + p]);
@@ -125,17 +114,49 @@ KV_INLINE void multiply(const int R, const int format, const int streams, const 
                 KEEP(sum[r][1]);
             }
         }
-        _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++)
-            _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {
+        if (!scaled) continue;
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {
+            __m512 x_sum = _mm512_set1_ps(sums[r * sum_stride + g]);
+            _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++) {
                 float *t = tile + r * 32 + h * 16;
-                __m512 total = sum[r][h];
-                if (format >= KV_W_Q8) total = _mm512_fmadd_ps(scales[h * 2], total, _mm512_load_ps(t));
-                if (format == KV_W_Q4)
-                    total = _mm512_fmadd_ps(scales[h * 2 + 1], _mm512_set1_ps(sums[r * sum_stride + g]), total);
+                __m512 total = _mm512_fmadd_ps(scales[h * 2], sum[r][h], _mm512_load_ps(t));
+                if (format == KV_W_Q4) total = _mm512_fmadd_ps(scales[h * 2 + 1], x_sum, total);
                 _mm512_store_ps(t, total);
             }
+        }
     }
+    if (scaled) return;
+    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++) _mm512_store_ps(tile + r * 32 + h * 16, sum[r][h]);
 }
+
+/* A function each, so that each has registers of its own. */
+typedef void (*few_fn)(const uint8_t *data, int64_t groups, const uint16_t *x, int64_t stride, const float *sums,
+                       float *tile);
+typedef void (*multiply_fn)(const __m512i *weights, const __m512 *scales, int64_t groups, const uint16_t *x,
+                            int64_t stride, const float *sums, int64_t sum_stride, float *tile);
+#define FEW(n, f)                                                                                             \
+    static __attribute__((noinline)) void few_##f##_##n(const uint8_t *data, int64_t groups, const uint16_t *x, \
+                                                        int64_t stride, const float *sums, float *tile) {     \
+        few_rows(n, f, data, groups, x, stride, sums, tile);                                                  \
+    }
+#define MULTIPLY(n, f, name, streams)                                                                            \
+    static __attribute__((noinline)) void name(const __m512i *weights, const __m512 *scales, int64_t groups,     \
+                                               const uint16_t *x, int64_t stride, const float *sums,             \
+                                               int64_t sum_stride, float *tile) {                                \
+        multiply(n, f, streams, weights, scales, groups, x, stride, sums, sum_stride, tile);                     \
+    }
+#define EIGHT(define, f) define(1, f) define(2, f) define(3, f) define(4, f) define(5, f) define(6, f) define(7, f) define(8, f)
+#define STREAM_BF16(n, f) MULTIPLY(n, f, stream_bf16_##n, 1)
+EIGHT(FEW, KV_W_Q8)
+EIGHT(FEW, KV_W_Q4)
+EIGHT(STREAM_BF16, KV_W_BF16)
+MULTIPLY(8, KV_W_Q8, multiply_q8, 0)
+MULTIPLY(8, KV_W_Q4, multiply_q4, 0)
+MULTIPLY(8, KV_W_BF16, multiply_bf16, 0)
+#define NAMES(name) {name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8}
+static const few_fn FEW_Q8[8] = NAMES(few_KV_W_Q8), FEW_Q4[8] = NAMES(few_KV_W_Q4);
+static const multiply_fn STREAM[8] = NAMES(stream_bf16);
 
 /* Decodes one group of one block into 16 vectors, its scales and minima. */
 KV_INLINE void decode(const int format, const uint8_t *bytes, __m512i *w, __m512 *scales) {
@@ -144,9 +165,9 @@ KV_INLINE void decode(const int format, const uint8_t *bytes, __m512i *w, __m512
     if (format == KV_W_Q4) scales[1] = minimum_of(bytes);
 }
 
-/* Many rows: each chunk of the panel is decoded once and used by all of them. */
-KV_INLINE void many_rows(const int format, const int streams, const uint8_t *data, int64_t groups, const uint16_t *x, int64_t stride,
-                         const float *sums, int64_t rows, float *tile) {
+/* Many rows, a multiple of 8: each chunk of the panel is decoded once and used by all of them. */
+KV_INLINE void many_rows(const int format, multiply_fn multiply8, const uint8_t *data, int64_t groups, const uint16_t *x,
+                         int64_t stride, const float *sums, int64_t rows, float *tile) {
     const int64_t bytes = kv_group_bytes(format);
     int64_t chunks = (groups + CHUNK - 1) / CHUNK, chunk = (groups + chunks - 1) / chunks;
     __m512i decoded[CHUNK * 32];
@@ -158,32 +179,33 @@ KV_INLINE void many_rows(const int format, const int streams, const uint8_t *dat
         else
             for (int64_t b = 0; b < count * 2; b++)
                 decode(format, data + (g * 2 + b) * bytes, decoded + b * 16, scales + b * 2);
-        int64_t r = 0;
-#define ROWS(n)                                                                                              \
-    for (; rows - r >= n; r += n)                                                                            \
-        multiply(n, format, streams, weights, scales, count, x + r * stride + g * 32, stride, sums + r * groups + g, \
-                 groups, tile + r * 32);
-        ROWS(8) ROWS(7) ROWS(6) ROWS(5) ROWS(4) ROWS(3) ROWS(2) ROWS(1)
-#undef ROWS
+        for (int64_t r = 0; r < rows; r += 8)
+            multiply8(weights, scales, count, x + r * stride + g * 32, stride, sums + r * groups + g, groups, tile + r * 32);
     }
 }
 
 void kv_panel_bf16(const kv_linear *w, const kv_rows *x, int64_t panel, int64_t first, int64_t rows, float *tile) {
-    int64_t groups = x->stride / KV_GROUP;
+    int64_t groups = x->stride / KV_GROUP, stride = x->stride;
     const uint8_t *data = w->data + panel * groups * 2 * kv_group_bytes(w->format);
-    const uint16_t *at = (const uint16_t *)x->x + first * x->stride;
+    const uint16_t *at = (const uint16_t *)x->x + first * stride;
     const float *sums = x->sums + first * groups;
     memset(tile, 0, (size_t)rows * 128);
-    if (w->format == KV_W_BF16 || rows > KV_SMALL_ROWS) {
-        if (w->format == KV_W_BF16 && rows <= 8)
-            many_rows(KV_W_BF16, 1, data, groups, at, x->stride, sums, rows, tile);
-        else if (w->format == KV_W_BF16) many_rows(KV_W_BF16, 0, data, groups, at, x->stride, sums, rows, tile);
-        else if (w->format == KV_W_Q8) many_rows(KV_W_Q8, 0, data, groups, at, x->stride, sums, rows, tile);
-        else many_rows(KV_W_Q4, 0, data, groups, at, x->stride, sums, rows, tile);
-        return;
+    int64_t r = 0;
+    if (rows > KV_SMALL_ROWS) {
+        r = rows / 8 * 8;
+        if (w->format == KV_W_BF16) many_rows(KV_W_BF16, multiply_bf16, data, groups, at, stride, sums, r, tile);
+        else if (w->format == KV_W_Q8) many_rows(KV_W_Q8, multiply_q8, data, groups, at, stride, sums, r, tile);
+        else many_rows(KV_W_Q4, multiply_q4, data, groups, at, stride, sums, r, tile);
     }
-    for (int64_t r = 0; r < rows; r += 8, tile += 256, at += 8 * x->stride, sums += 8 * groups)
-        FEW[w->format == KV_W_Q4][(rows - r < 8 ? rows - r : 8) - 1](data, groups, at, x->stride, sums, tile);
+    for (; r < rows; r += 8) {
+        int64_t some = (rows - r < 8 ? rows - r : 8) - 1;
+        const uint16_t *from = at + r * stride;
+        const float *sum = sums + r * groups;
+        float *to = tile + r * 32;
+        if (w->format == KV_W_Q4) FEW_Q4[some](data, groups, from, stride, sum, to);
+        else if (w->format == KV_W_Q8) FEW_Q8[some](data, groups, from, stride, sum, to);
+        else STREAM[some]((const __m512i *)data, NULL, groups, from, stride, sum, groups, to);
+    }
 }
 
 #endif

@@ -18,10 +18,10 @@ from shared.lease_keeper import LeaseKeeper
 from shared.ledger_client import LedgerClient
 from shared.messages import Empty, PoolCreated, PoolDescription, Preempt, TokenBatch
 from shared.models.files import ModelFiles, prepare
-from shared.models.runtime import Memory, load
+from shared.models.runtime import Memory, load, pool_scales
 from shared.models.transformer import Transformer
 from shared.pool import Pool
-from shared.pool.layout import layout_for
+from shared.pool.layout import cache_for
 from shared.pool_client import PoolClient
 from shared.route import handles, listens
 from shared.settings import WorkerSettings
@@ -73,7 +73,8 @@ class Worker(Actor):
             on_lost=self._on_lost,
         )
         self.files: ModelFiles = await asyncio.to_thread(prepare, settings.model, settings.dtype)
-        self.layout = layout_for(self.files, settings)
+        self.layout, scale_file = cache_for(self.files, settings)
+        self.scales = None if scale_file is None else pool_scales(scale_file, self.layout)
         self.compute = ComputeThread(f"{self.name}-compute", self._step, self._on_crash)
         self.compute.start(asyncio.get_running_loop())
         self.engine = await self.compute.call(self._load)
@@ -100,6 +101,10 @@ class Worker(Actor):
         if self.draining or self.failure is not None:
             raise errors.Unavailable(f"{self.instance} is stopping")
         return self.pool.require()
+
+    def scale_details(self) -> dict[str, float]:
+        """For heartbeats: how much saturated under scales that were calibrated elsewhere; nothing without such."""
+        return {} if self.scales is None else {"clipped_fraction": self.scales.clipped_fraction}
 
     def start_span(self, name: str, call: Call) -> Span:
         """A span below the request's own, for work that outlives its message; none outside of a trace."""
@@ -131,6 +136,8 @@ class Worker(Actor):
         model = load(self.files, self.files.dtype, self.settings.kernels, self.threads)
         engine = self.make_engine(model)
         engine.warm_up(self.layout, self.files.config.vocab_size)
+        if self.scales is not None:
+            self.scales.reset()
         return engine
 
     async def _on_mapped(self, pool: Pool, description: PoolDescription) -> None:

@@ -68,9 +68,8 @@ class DecodeActor(Worker):
     def make_engine(self, model: Transformer) -> DecodeEngine:
         config = self.files.config
         longest = min(config.context_length, self.settings.max_model_len or config.context_length)
-        return DecodeEngine(
-            model, self.settings.max_num_seqs, longest, self.layout.block_size, self._report, self.keeper.safe
-        )
+        size, count = self.layout.block_size, self.settings.max_num_seqs
+        return DecodeEngine(model, count, longest, size, self._report, self.keeper.safe, self.scales)
 
     async def settle(self) -> None:
         """Hands long sequences back at once, so that they go on elsewhere; those with few tokens to go finish."""
@@ -99,6 +98,7 @@ class DecodeActor(Worker):
             "preemptions": self._preemptions,
             "starved": self.ledger.starved,
             "leases": len(self.keeper),
+            **self.scale_details(),
         }
 
     # --- messages ---------------------------------------------------------------------------------------------------

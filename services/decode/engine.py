@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kernels.attention import Batch
+from kernels.scales import PoolScales
 from services.decode.batch import DecodeBatch, Emission, Key, Seal, Sequence
 from shared.errors import KvrelayError, Stale
 from shared.handles import Layout
@@ -65,8 +66,11 @@ class DecodeEngine:
         block_size: int,
         report: Callable[[Report], None],
         safe: Callable[[], bool],
+        scales: PoolScales | None = None,
     ) -> None:
         self._model = model
+        self._scales = scales
+        self._scale_tensor = None if scales is None else scales.tensor
         self._report = report
         self._safe = safe
         self._sequences: dict[Key, Sequence] = {}
@@ -183,6 +187,7 @@ class DecodeEngine:
             batch=self._attention_batch(count, batch.max_pages()),
             append_slots=torch.from_numpy(batch.tail_slots[:count]),
             append_positions=torch.from_numpy(self._append_positions[:count]),
+            scales=self._scale_tensor,
         )
         tokens, positions = torch.from_numpy(batch.tokens[:count]), torch.from_numpy(batch.positions[:count])
         views = self._views[count] = _Views(tokens, positions, list(range(count)), step)
@@ -208,7 +213,11 @@ class DecodeEngine:
         if seals:
             slots = torch.tensor([seal.slot for seal in seals], dtype=torch.int32)
             blocks = torch.tensor([seal.block for seal in seals], dtype=torch.int32)
-            self._model.ops.seal_tails(memory.pages, memory.tails, memory.layout, slots, blocks)
+            if self._scales is not None:
+                self._scales.count_tails(memory.tails, slots)
+            self._model.ops.seal_tails(
+                memory.pages, memory.tails, memory.layout, slots, blocks, scales=self._scale_tensor
+            )
         return [seal for seal in seals if self._owns(seal)]
 
     def _owns(self, seal: Seal) -> bool:

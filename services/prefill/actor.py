@@ -73,7 +73,8 @@ class PrefillActor(Worker):
         await super().setup()
 
     def make_engine(self, model: Transformer) -> PrefillEngine:
-        return PrefillEngine(model, self.settings.max_num_batched_tokens, self._report, self.keeper.safe)
+        chunk = self.settings.max_num_batched_tokens
+        return PrefillEngine(model, chunk, self._report, self.keeper.safe, self.scales)
 
     async def settle(self) -> None:
         """Prompts are short: those under way are finished and handed over; what takes longer goes back."""
@@ -94,6 +95,7 @@ class PrefillActor(Worker):
             "tokens": self._tokens,
             "tokens_per_s": round(self._tokens / self._busy_s, 1) if self._busy_s else 0.0,
             "leases": len(self.keeper),
+            **self.scale_details(),
         }
 
     # --- messages ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kernels.attention import Batch
+from kernels.scales import PoolScales
 from services.prefill.scheduler import Chunk, Key, Prompt, RoundRobin
 from shared.errors import Internal, KvrelayError, Stale
 from shared.handles import Layout, TailHandle
@@ -46,8 +47,10 @@ class PrefillEngine:
         max_num_batched_tokens: int,
         report: Callable[[Computed | Gone], None],
         safe: Callable[[], bool],
+        scales: PoolScales | None = None,
     ) -> None:
         self._model = model
+        self._scales = scales
         self._max_tokens = max_num_batched_tokens
         self._report = report
         self._safe = safe
@@ -150,6 +153,10 @@ class PrefillEngine:
             append_positions=torch.arange(chunk.tail, dtype=torch.int32),
             seal_blocks=table[chunk.first_page :],
         )
+        if (scales := self._scales) is not None:
+            sealed = chunk.pages * prompt.block_size
+            step.scales = scales.tensor
+            step.observe = lambda layer, k, v: scales.count(layer, k[:sealed], v[:sealed])
         tokens = torch.from_numpy(prompt.tokens[chunk.start : chunk.stop])
         positions = torch.arange(chunk.start, chunk.stop)
         return self._model.forward(tokens, positions, step, [count - 1] if chunk.last else [])

@@ -9,6 +9,8 @@ import torch
 from kernels import dispatch
 from kernels.dispatch import Ops
 from kernels.layout import PageLayout, page_layout
+from kernels.scale_file import ScaleFile
+from kernels.scales import PoolScales
 from shared.errors import Conflict, Misconfigured
 from shared.handles import Layout
 from shared.models.files import ModelFiles
@@ -40,6 +42,11 @@ def geometry(layout: Layout) -> PageLayout:
     if (ours.page_bytes, ours.tail_bytes) != (layout.page_bytes, layout.tail_bytes):
         raise Conflict(f"pages have {layout.page_bytes} bytes there and {ours.page_bytes} here: mixed versions")
     return ours
+
+
+def pool_scales(scales: ScaleFile, layout: Layout) -> PoolScales:
+    """The scales of a pool as kernels take them."""
+    return PoolScales(scales, geometry(layout))
 
 
 @dataclass(frozen=True, slots=True)

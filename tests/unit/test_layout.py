@@ -19,7 +19,7 @@ COROUTINES = {
     f"services/gateway/{stem}.py" for stem in ("dispatch", "live", "output", "placement", "recall", "service")
 }
 # modules outside services/ that must stay importable without an event loop, NATS or a compute library
-PURE = ("shared/errors.py", "shared/handles.py", "shared/messages.py", "shared/prefix.py", "kernels/layout.py")
+PURE = ("shared/errors.py", "shared/handles.py", "shared/messages", "shared/prefix.py", "kernels/layout.py")
 IMPURE = {"asyncio", "nats", "torch"}
 
 
@@ -94,7 +94,9 @@ def test_pure_logic_of_actors_is_pure() -> None:
 
 @pytest.mark.parametrize("module", PURE)
 def test_shared_pure_modules_are_pure(module: str) -> None:
-    assert offenders([ROOT / module], lambda _, name: top(name) in IMPURE) == []
+    path = ROOT / module
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    assert offenders(files, lambda _, name: top(name) in IMPURE) == []
 
 
 def test_page_layout_needs_no_array_library() -> None:

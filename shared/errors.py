@@ -14,8 +14,8 @@
     ├── Timeout                  504   yes    the deadline passed
     └── Misconfigured            -     no     a setting or file of this process; raised at start, never sent
 
-Every error that crosses a process travels as two headers (`Nats-Service-Error-Code`, `Nats-Service-Error`), a type name and
-a retry hint; `from_wire` rebuilds the same type. Texts are written for the caller: what is wrong and what to do.
+Every error that crosses a process travels as two headers (`Nats-Service-Error-Code`, `Nats-Service-Error`), a type name
+and a retry hint; `from_wire` rebuilds the same type. Texts are written for the caller: what is wrong and what to do.
 """
 
 from __future__ import annotations

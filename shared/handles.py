@@ -85,7 +85,7 @@ class BlockTable(BaseModel):
 
 
 class Layout(BaseModel):
-    """What two actors must agree on before they exchange handles. Compared whole; sent once per pool, not per message."""
+    """What two actors must agree on before they exchange handles. Compared whole; sent once per pool."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -81,6 +81,7 @@ class Pipeline:
     async def _work(self) -> None:
         settings = self._plan.settings
         await prepare(settings.model, settings.dtype)
+        await asyncio.to_thread(_check_cache, settings)
         await self._start_nats()
         await self._start_actors()
         await self._until_ready()
@@ -203,3 +204,11 @@ class Pipeline:
             path = pool_path(pool, settings.state_dir)
             for left in path.parent.glob(f"{path.name}*"):
                 left.unlink(missing_ok=True)
+
+
+def _check_cache(settings: GatewaySettings) -> None:
+    """Raises Misconfigured now for what every actor would refuse one after another: formats, layers, scale file."""
+    from shared.models import files
+    from shared.pool.layout import layout_for
+
+    layout_for(files.prepare(settings.model, settings.dtype), settings)

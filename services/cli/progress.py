@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from services.cli import console
 
 
 class Bar:
-    """Shows bytes done of one stage after another. Invisible until the first update."""
+    """Shows how much is done of one stage after another, in bytes or another unit. Invisible until the first update."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str = "bytes") -> None:
+        self._bytes = unit == "bytes"
+        self._unit = unit
         self._progress: Progress | None = None
         self._stage = ""
         self._task = TaskID(0)
@@ -27,15 +37,17 @@ class Bar:
             self._progress.stop()
 
     def update(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` bytes of the stage `what`."""
+        """`done` of `total` of the stage `what`."""
         if not console.err().is_terminal:
             if what != self._stage:
-                amount = f" ({console.size(total)})" if total > 1 else ""
+                size = console.size(total) if self._bytes else f"{total:,} {self._unit}"
+                amount = f" ({size})" if total > 1 else ""
                 console.err().print(f"{what}{amount}", highlight=False, markup=False)
                 self._stage = what
             return
         if self._progress is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            amount_column = DownloadColumn() if self._bytes else MofNCompleteColumn()
+            columns = (TextColumn("{task.description}"), BarColumn(), amount_column, TimeRemainingColumn())
             self._progress = Progress(*columns, console=console.err(), transient=True)
             self._progress.start()
         if what != self._stage:

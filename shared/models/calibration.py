@@ -35,6 +35,13 @@ def calibrate(
     raw, size, longest = layout.tail_format, layout.block_size, model.config.context_length
     plain = page_layout(raw, raw, size, layout.layers, layout.kv_heads, layout.head_dim, tail_format=raw)
     tokens = 0
+
+    def observe(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        try:
+            calibrator.observe(layer, k, v)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+
     for prompt in prompts:
         ids = torch.tensor(prompt[:longest], dtype=torch.int64)
         pages = torch.zeros(-(-ids.numel() // size), plain.page_bytes, dtype=torch.uint8)
@@ -42,7 +49,7 @@ def calibrate(
         for start in range(0, ids.numel(), CHUNK):
             stop = min(start + CHUNK, ids.numel())
             step = _step(pages, tails, plain, start, stop)
-            step.observe = calibrator.observe
+            step.observe = observe
             model.forward(ids[start:stop], torch.arange(start, stop), step, [])
             tokens += stop - start
             progress(tokens)

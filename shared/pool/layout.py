@@ -15,7 +15,7 @@ from shared.models.config import ModelConfig
 from shared.models.files import ModelFiles
 from shared.settings import CacheSettings
 
-_TAIL_FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+TAIL_FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 class Cache(NamedTuple):
@@ -36,7 +36,7 @@ def cache_for(files: ModelFiles, settings: CacheSettings) -> Cache:
     `files` come from `prepare(settings.model, settings.dtype)`. Raises Misconfigured for formats, block sizes, layers
     or a scale file that cannot be.
     """
-    pages = pages_for(files.config, _TAIL_FORMATS[files.dtype], settings)
+    pages = pages_for(files.config, TAIL_FORMATS[files.dtype], settings)
     scales = _scales(files, settings, pages)
     layout = Layout(
         k_format=pages.k_format,

@@ -1,0 +1,42 @@
+"""Prompts from a file: one a line, or JSON lines as batch files of chat services have them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from shared.errors import Misconfigured
+
+Prompt = str | list[dict[str, Any]]
+"""Text as it is, or chat messages."""
+
+
+def read_prompts(source: str) -> list[Prompt]:
+    """The prompts of a file, or of stdin for `-`. Raises Misconfigured naming the line that is none."""
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Misconfigured(f"cannot read prompts from {source}: {error}") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise Misconfigured(f"there are no prompts in {source}")
+    if not lines[0][1].lstrip().startswith("{"):
+        return [line for _, line in lines]
+    return [_of_json(line, f"{source}:{number}") for number, line in lines]
+
+
+def _of_json(line: str, where: str) -> Prompt:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise Misconfigured(f"{where}: not JSON: {error}") from error
+    body = found.get("body", found) if isinstance(found, dict) else None
+    prompt, messages = (body.get("prompt"), body.get("messages")) if isinstance(body, dict) else (None, None)
+    if isinstance(prompt, str) and prompt and messages is None:
+        return prompt
+    if isinstance(messages, list) and messages and prompt is None:
+        if all(isinstance(one, dict) and "role" in one for one in messages):
+            return messages
+    raise Misconfigured(f'{where}: give either "prompt" (text) or "messages" (with role and content)')

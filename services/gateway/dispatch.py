@@ -31,7 +31,8 @@ class Dispatcher:
         patience_s: float = 8.0,
         stall_s: float = 10.0,
     ) -> None:
-        self.live: dict[str, Live] = {}
+        self.live: dict[str, Live] = {}  # by the client's id
+        self._by_work: dict[str, Live] = {}
         tasks = Tasks()
         self._recall = Recall(bus, tasks, watch.kind_of)
         self.placement = Placement(
@@ -68,7 +69,7 @@ class Dispatcher:
         if request.id in self.live:
             raise errors.Conflict(f"request_id: {request.id} is being served already")
         self.placement.queue.admit(request)
-        self.live[request.id] = live
+        self.live[request.id] = self._by_work[request.work_id] = live
         self._idle.clear()
         self.placement.wake()
 
@@ -99,7 +100,7 @@ class Dispatcher:
         """Routes one worker's step."""
         now = self._clock.monotonic()
         for item in batch.items:
-            live = self.live.get(item.request_id)
+            live = self._by_work.get(item.request_id)
             if live is None or live.request.attempt != item.attempt:
                 self._metrics.stray.inc()
                 self._recall.stray(batch.worker, item, now)
@@ -216,6 +217,7 @@ class Dispatcher:
         request = live.request
         self.placement.queue.remove(request.id)
         self.live.pop(request.id, None)
+        self._by_work.pop(request.work_id, None)
         live.close()
         outcome = type(error).__name__ if error is not None else str(request.finish_reason)
         self._metrics.ended(request, outcome, self._clock.monotonic())
@@ -225,4 +227,4 @@ class Dispatcher:
 
     def _drop(self, live: Live) -> None:
         for worker in live.request.owners():
-            self._recall.tell(worker, live.request.id, live.request.attempt, live.context)
+            self._recall.tell(worker, live.request.work_id, live.request.attempt, live.context)

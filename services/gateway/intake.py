@@ -99,6 +99,7 @@ class Intake:
             generate = generate.model_copy(update={"sampling": sampling})
         return Request(
             id=request_id,
+            work_id=request_id if generate.request_id is None else _work_id(request_id),
             generate=generate,
             prompt=tokens,
             max_tokens=max_tokens,
@@ -112,3 +113,8 @@ class Intake:
     def _known(self, token: int, path: str) -> None:
         if not 0 <= token < self.vocab_size:
             raise BadRequest(f"{path}: token id {token} is not in the vocabulary of {self.vocab_size} tokens")
+
+
+def _work_id(request_id: str) -> str:
+    """A name for workers that begins as the client's and is used only once. At most 128 characters, as a RequestId."""
+    return f"{request_id[:111]}.{secrets.token_hex(8)}"

@@ -115,7 +115,7 @@ class Placement:
         else:
             self._busy = 0
             if not request.accepted(accepted.worker, attempt, self._clock.monotonic()):
-                self._recall.tell(accepted.worker, request.id, attempt)
+                self._recall.tell(accepted.worker, request.work_id, attempt)
             elif self._watch.gone(accepted.worker):
                 self._died(accepted.worker)
         finally:

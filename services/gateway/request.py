@@ -50,9 +50,14 @@ class Received:
 
 @dataclass(slots=True)
 class Request:
-    """One admitted request. `prompt` are its token ids; `arrival_s` is wall clock, every other time is monotonic."""
+    """One admitted request. `prompt` are its token ids; `arrival_s` is wall clock, every other time is monotonic.
+
+    Clients choose `id` and may use it again when this request is over; workers know it by `work_id`, which never
+    returns, so that nothing of one request is ever taken for another's.
+    """
 
     id: str
+    work_id: str
     generate: Generate
     prompt: list[int]
     max_tokens: int
@@ -93,7 +98,7 @@ class Request:
     def work(self, gateway: str) -> Work:
         """The order for the current attempt: prompt and everything emitted so far."""
         return Work(
-            request_id=self.id,
+            request_id=self.work_id,
             attempt=self.attempt,
             gateway=gateway,
             tokens=pack_u32(self.prompt + self.emitted),

@@ -52,6 +52,11 @@ CONTEXT = 512
 Script = Callable[["Worker", Work], Awaitable[None]]
 
 
+def client_id(work_id: str) -> str:
+    """The id a client gave its request, if it has no dots."""
+    return work_id.partition(".")[0]
+
+
 class Worker(Actor):
     """What prefill and decode have in common: they send token items and note what they are told to drop."""
 
@@ -66,7 +71,7 @@ class Worker(Actor):
 
     @handles("cancel", CancelWork, to="instance")
     def cancel(self, message: CancelWork, call: Call) -> None:
-        self.cancelled.append((message.request_id, message.attempt))
+        self.cancelled.append((client_id(message.request_id), message.attempt))
         self.told.set()
 
     async def send(self, work: Work, index: int, tokens: list[int], *, error: str = "", **fields: Any) -> None:

@@ -100,6 +100,33 @@ async def test_an_id_in_use_is_refused(on: Stage) -> None:
     assert (await running).finish_reason == "cancelled"
 
 
+async def test_an_id_used_again_names_another_request(on: Stage) -> None:
+    """Workers remember what they were told to drop, and its tokens may be on their way still."""
+    accepted, late = asyncio.Event(), asyncio.Event()
+
+    async def script(worker: Worker, work: Work) -> None:
+        if work is on.orders[0]:
+            await accepted.wait()
+            await worker.send(work, 0, [1, 2, 3])
+            late.set()
+        else:
+            accepted.set()
+            await late.wait()
+            await on.play(worker, work)
+
+    on.script = script
+    running = asyncio.ensure_future(ask(on, request_id="r"))
+    await until(lambda: owners(on))
+    assert await _cancel(on, "r")
+    await running
+    text, tokens, last = await stream(on, request_id="r")
+    assert (text, tokens) == (on.tokenizer.decode(on.answer), on.answer)
+    assert (last.request_id, last.attempts) == ("r", 1)
+    assert len({(work.request_id, work.attempt) for work in on.orders}) == 2
+    longest = "x" * 128
+    assert (await ask(on, request_id=longest)).request_id == longest
+
+
 async def test_drain_answers_what_was_accepted(fresh: Stage) -> None:
     on = fresh
     go = asyncio.Event()

@@ -10,7 +10,18 @@ import pytest
 from shared import errors
 from shared.handles import unpack_u32
 from shared.messages import ActorExited, Sampling, Work
-from tests.e2e.scripted import ScriptedDecode, ScriptedPrefill, Stage, Worker, ask, live, owners, stream, until
+from tests.e2e.scripted import (
+    ScriptedDecode,
+    ScriptedPrefill,
+    Stage,
+    Worker,
+    ask,
+    client_id,
+    live,
+    owners,
+    stream,
+    until,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -217,7 +228,7 @@ async def test_busy_workers_are_asked_again_in_order(on: Stage) -> None:
     await until(lambda: on.orders)
     others = [asyncio.ensure_future(ask(on, request_id=f"r{n}", priority=-n)) for n in range(3)]
     await asyncio.gather(first, *others)
-    served = [work.request_id for work in on.orders]
+    served = [client_id(work.request_id) for work in on.orders]
     assert served.index("r2") < served.index("r0")  # the urgent one went first once it was there
 
 

@@ -12,7 +12,7 @@ from shared.messages import FinishReason, Generate, TokenItem, TokenLogprob, Wir
 
 def request(max_tokens: int = 10) -> Request:
     return Request(
-        id="r", generate=Generate(prompt="x"), prompt=[5, 6, 7], max_tokens=max_tokens, eos_token_ids=[2],
+        id="r", work_id="r", generate=Generate(prompt="x"), prompt=[5, 6, 7], max_tokens=max_tokens, eos_token_ids=[2],
         arrival_s=1000.0, started=0.0,
     )  # fmt: skip
 

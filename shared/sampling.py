@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared.messages import FinishReason, Sampling, TokenLogprob
+from shared.handles import unpack_u32
+from shared.messages import FinishReason, Sampling, TokenLogprob, Work
 
 GREEDY_BELOW = 1e-5
 _SUM_BLOCK = 512
@@ -84,6 +85,20 @@ class Sampler:
         self._plain_from = sampling.min_tokens if len(self._masked) else 0
         if not self.greedy or self._penalties or len(bias) or sampling.logprobs is not None:
             self._plain_from = 2**63
+
+    @classmethod
+    def of(cls, work: Work, *, vocab_size: int, max_model_len: int) -> Sampler:
+        """The state of a piece of work as it is handed to a worker."""
+        return cls(
+            work.sampling,
+            request_id=work.request_id,
+            tokens=unpack_u32(work.tokens),
+            prompt_tokens=work.prompt_tokens,
+            eos_token_ids=work.eos_token_ids,
+            vocab_size=vocab_size,
+            max_tokens=work.max_tokens,
+            max_model_len=max_model_len,
+        )
 
     @property
     def plain(self) -> bool:

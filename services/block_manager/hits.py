@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final
+
+from shared.recent import Recent
 
 REMEMBERED: Final = 65_536
 
@@ -16,13 +17,11 @@ class HitCounter:
 
     def __init__(self) -> None:
         self.hit_tokens = self.prompt_tokens = 0
-        self._counted: OrderedDict[str, None] = OrderedDict()
+        self._counted: Recent[str] = Recent(REMEMBERED)
 
     def count(self, request_id: str, hit_tokens: int, prompt_tokens: int) -> None:
         if request_id in self._counted:
             return
-        self._counted[request_id] = None
-        if len(self._counted) > REMEMBERED:
-            self._counted.popitem(last=False)
+        self._counted.add(request_id)
         self.hit_tokens += hit_tokens
         self.prompt_tokens += prompt_tokens

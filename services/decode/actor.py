@@ -11,7 +11,6 @@ incarnation, a silent gateway, drain) takes it out of the batch first; its pages
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from typing import Any
 
 from services.decode.batch import Key
@@ -33,6 +32,7 @@ from shared.messages import (
     TokenItem,
 )
 from shared.models.transformer import Transformer
+from shared.recent import Recent
 from shared.settings import DecodeSettings
 from shared.token_items import Preempted, ended
 from shared.worker import Worker
@@ -54,7 +54,7 @@ class DecodeActor(Worker):
         self._streams: dict[Key, Stream] = {}
         self._by_lease: dict[int, Stream] = {}
         self._admissions: dict[Key, asyncio.Future[None]] = {}
-        self._done: OrderedDict[Key, None] = OrderedDict()
+        self._done: Recent[Key] = Recent(REMEMBERED)
         self._gateways: dict[str, float] = {}
         self._outbox: dict[str, list[TokenItem]] = {}
         self._mail = asyncio.Event()
@@ -158,7 +158,7 @@ class DecodeActor(Worker):
             sequence = sequence_of(work, lease, self.layout.block_size, vocab_size, description.max_model_len)
         except BaseException as error:
             self._leave(stream, error if isinstance(error, errors.KvrelayError) else errors.Unavailable("not admitted"))
-            del self._done[key]
+            self._done.discard(key)
             admission.set_exception(errors.Unavailable("the hand-over failed"))
             admission.exception()  # there may be nobody else to hear it
             raise
@@ -261,9 +261,7 @@ class DecodeActor(Worker):
             del self._by_lease[stream.lease]
             self.keeper.drop(stream.lease)
             self.ledger.release(stream.lease)
-        self._done[stream.key] = None
-        if len(self._done) > REMEMBERED:
-            self._done.popitem(last=False)
+        self._done.add(stream.key)
         if stream.span.is_recording():
             stream.span.set_attributes(stream.attributes(self.instance))
         telemetry.end(stream.span, error)

@@ -81,19 +81,9 @@ def sequence_of(work: Work, lease: Lease, block_size: int, vocab_size: int, max_
         raise errors.BadRequest(f"lease {lease.lease} has {len(table)} pages; {len(tokens) - 1} tokens need {pages}")
     if len(tokens) >= max_model_len:
         raise errors.TooLarge(f"{len(tokens)} tokens leave no room: a sequence of this pool has {max_model_len}")
-    sampler = Sampler(
-        work.sampling,
-        request_id=work.request_id,
-        tokens=tokens,
-        prompt_tokens=work.prompt_tokens,
-        eos_token_ids=work.eos_token_ids,
-        vocab_size=vocab_size,
-        max_tokens=work.max_tokens,
-        max_model_len=max_model_len,
-    )
     sequence = Sequence(
         key=(work.request_id, work.attempt),
-        sampler=sampler,
+        sampler=Sampler.of(work, vocab_size=vocab_size, max_model_len=max_model_len),
         tail_slot=lease.tail.slot,
         tail_generation=lease.tail.generation,
         table=table[:pages],

@@ -12,7 +12,6 @@ compute thread has said that it no longer touches them.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +37,7 @@ from shared.messages import (
 )
 from shared.models.transformer import Transformer
 from shared.prefix import page_keys
+from shared.recent import Recent
 from shared.sampling import Choice, Sampler
 from shared.settings import PrefillSettings
 from shared.token_items import ended
@@ -65,7 +65,7 @@ class PrefillActor(Worker):
 
     async def setup(self) -> None:
         self._jobs: dict[Key, Running] = {}
-        self._done: OrderedDict[Key, None] = OrderedDict()
+        self._done: Recent[Key] = Recent(REMEMBERED)
         self._idle = asyncio.Event()
         self._tokens = self._chunks = 0
         self._busy_s = 0.0
@@ -141,21 +141,11 @@ class PrefillActor(Worker):
         keys = b""
         if self.settings.enable_prefix_caching:
             keys = page_keys(self.layout.fingerprint, work.tokens, self.layout.block_size, work.cache_salt)
-        sampler = Sampler(
-            work.sampling,
-            request_id=work.request_id,
-            tokens=tokens,
-            prompt_tokens=work.prompt_tokens,
-            eos_token_ids=work.eos_token_ids,
-            vocab_size=vocab_size,
-            max_tokens=work.max_tokens,
-            max_model_len=limit,
-        )
         return Running(
             work=work,
             tokens=tokens,
             keys=keys,
-            sampler=sampler,
+            sampler=Sampler.of(work, vocab_size=vocab_size, max_model_len=limit),
             block_size=self.layout.block_size,
             admitted=asyncio.get_running_loop().create_future(),
         )
@@ -271,9 +261,7 @@ class PrefillActor(Worker):
                 self.ledger.release(job.lease.lease)
         self._jobs.pop(job.key, None)
         if known:
-            self._done[job.key] = None
-            if len(self._done) > REMEMBERED:
-                self._done.popitem(last=False)
+            self._done.add(job.key)
         if not self._jobs:
             self._idle.set()
 

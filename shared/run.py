@@ -12,15 +12,15 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
 
-from shared import logs, settings, telemetry
+from shared import compute_environment, logs, settings, telemetry
 from shared.bus import Bus
 from shared.errors import KvrelayError, Misconfigured, Unauthorized, Unavailable
-from shared.settings import CommonSettings
+from shared.settings import CommonSettings, WorkerSettings
 
 if TYPE_CHECKING:
     from shared.actor import Actor
@@ -61,6 +61,17 @@ def run_actor(actor_class: type[Actor], configuration: CommonSettings | None = N
     sys.stderr.flush()
     # a thread that cannot be stopped (an exporter at a dead collector, a kernel) must not keep the process
     os._exit(code)
+
+
+def run_worker(kind: type[WorkerSettings], find_actor: Callable[[], type[Actor]]) -> NoReturn:
+    """`run_actor` for one that computes. `find_actor` imports it, and torch with it, after the environment is set."""
+    try:
+        chosen = settings.load(kind)
+    except KvrelayError as error:
+        print(f"{kind.section}: {error}", file=sys.stderr)
+        sys.exit(2)
+    compute_environment.prepare(chosen.threads or compute_environment.usable_cores())
+    run_actor(find_actor(), chosen)
 
 
 async def serve(actor_class: type[Actor], chosen: CommonSettings) -> int:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-
-from shared import compute_environment, settings
-from shared.errors import KvrelayError
+from shared.actor import Actor
+from shared.run import run_worker
 from shared.settings import PrefillSettings
 
-if __name__ == "__main__":
-    try:
-        chosen = settings.load(PrefillSettings)
-    except KvrelayError as error:
-        print(f"prefill: {error}", file=sys.stderr)
-        sys.exit(2)
-    compute_environment.prepare(chosen.threads or compute_environment.usable_cores())  # before torch is imported
-    from services.prefill.actor import PrefillActor
-    from shared.run import run_actor
 
-    run_actor(PrefillActor, chosen)
+def find_actor() -> type[Actor]:
+    from services.prefill.actor import PrefillActor
+
+    return PrefillActor
+
+
+if __name__ == "__main__":
+    run_worker(PrefillSettings, find_actor)

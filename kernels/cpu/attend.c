@@ -14,7 +14,6 @@
 #include "lanes.h"
 #include "threads.h"
 
-#define KV_PART 256           /* tokens of a part: its codes fit L2, its scores L1 */
 #define PART_PAGES_MAX 16     /* KV_PART / 16 */
 #define AHEAD_BYTES 8192      /* prefetch distance */
 #define TAIL_MAX 32
@@ -139,6 +138,7 @@ static void attend_piece(const job *j, const piece *w) {
     const int tiles = (group + KV_ROWS - 1) / KV_ROWS;
     const int64_t sealed = (int64_t)w->count * tokens, all = (sealed + w->tail + 15) / 16 * 16;
     const int64_t row = call->query_starts[w->b];
+    const int rounded = call->q_kind != KV_FP32; /* activations carry at most eleven significant bits */
     const float k_scale = call->scales ? call->scales[0] : 1.0f, v_scale = call->scales ? call->scales[1] : 1.0f;
     const uint8_t *tail = NULL;
     if (w->tail) tail = call->tails + call->tail_slots[w->b] * layer->tail_bytes;
@@ -153,7 +153,8 @@ static void attend_piece(const job *j, const piece *w) {
                      q + r * KV_MAX_DIM);
             memset(o + r * KV_MAX_DIM, 0, sizeof(float) * (size_t)dim);
         }
-        kv_scores(layer, rows, w->count, w->k, w->k_ahead, q, k_scale, s[0], KV_PART + TAIL_MAX);
+        if (!rounded || !kv_scores_int8(layer, rows, w->count, w->k, w->k_ahead, q, s[0], KV_PART + TAIL_MAX))
+            kv_scores(layer, rows, w->count, w->k, w->k_ahead, q, k_scale, s[0], KV_PART + TAIL_MAX);
         if (w->tail)
             kv_tail_scores(layer, rows, w->tail, tail + layer->tail_k + tail_head, q, s[0] + sealed, KV_PART + TAIL_MAX);
         int64_t hidden = 0; /* keys of this part that the window hides */

@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #define KV_ROWS 4      /* query rows of a tile */
+#define KV_PART 256    /* tokens of a part: its codes fit L2, its scores L1 */
 #define KV_MAX_DIM 256 /* head_dim; also the row stride of q and of accumulators */
 
 /* How elements are stored; the order is known to kernels/cpu/geometry.py. */
@@ -55,6 +56,11 @@ void kv_values(const kv_layer *layer, int rows, int64_t pages, const kv_segment 
 /* The same over `tokens` rows of a tail, V [token][head_dim]. */
 void kv_tail_values(const kv_layer *layer, int rows, int64_t tokens, const uint8_t *v, float *p, int64_t stride,
                     float *o);
+
+/* kv_scores for int8 per token with byte products, exact to 2^-16 of the largest query element: for 16-bit activations.
+ * Returns 0, having done nothing, where format, geometry or CPU does not fit. */
+int kv_scores_int8(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead,
+                   const float *q, float *scores, int64_t stride);
 
 /* Sixteen elements of an 8-bit or wider kind; E4M3 comes divided by 256 (kv_unit). */
 #define KV_LOAD16(kind, base, element)                                    \

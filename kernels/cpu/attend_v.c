@@ -42,9 +42,10 @@ INLINE void tile4(const int rows, const int pairs, int dim, int tokens, int64_t 
         low_zero[r] = high_zero[r] = v_set(0.0f);
         for (int j = 0; j < pairs; j++) low[r][j] = high[r][j] = v_set(0.0f);
     }
+    /* all weights first: a load right behind the wide store it reads from would wait for it */
+    float low_p[KV_ROWS][KV_PART], high_p[KV_ROWS][KV_PART];
     for (int64_t i = 0; i < pages; i++) {
         const uint8_t *scale = page[i].scales, *zero = scale + groups * tokens;
-        float low_p[KV_ROWS][32], high_p[KV_ROWS][32];
         for (int t = 0; t < tokens; t += 16) {
             v16 ls = v_load_e5m3(scale + low_group * tokens + t), lz = v_load_i8(zero + low_group * tokens + t);
             v16 hs = v_load_e5m3(scale + high_group * tokens + t), hz = v_load_i8(zero + high_group * tokens + t);
@@ -52,15 +53,17 @@ INLINE void tile4(const int rows, const int pairs, int dim, int tokens, int64_t 
                 v16 weight = v_load(p + r * stride + i * tokens + t), l = v_mul(weight, ls), h = v_mul(weight, hs);
                 low_zero[r] = v_fma(l, lz, low_zero[r]);
                 high_zero[r] = v_fma(h, hz, high_zero[r]);
-                v_store(low_p[r] + t, l);
-                v_store(high_p[r] + t, h);
+                v_store(low_p[r] + i * tokens + t, l);
+                v_store(high_p[r] + i * tokens + t, h);
             }
         }
+    }
+    for (int64_t i = 0; i < pages; i++)
         for (int t = 0; t < tokens; t++) {
             v16 a[2], b[2];
             for (int j = 0; j < pairs; j++) v_load_nibbles(page[i].codes + t * half + first + 16 * j, &a[j], &b[j]);
             for (int r = 0; r < rows; r++) {
-                v16 l = v_set(low_p[r][t]), h = v_set(high_p[r][t]);
+                v16 l = v_set(low_p[r][i * tokens + t]), h = v_set(high_p[r][i * tokens + t]);
                 for (int j = 0; j < pairs; j++) {
                     low[r][j] = v_fma(l, a[j], low[r][j]);
                     high[r][j] = v_fma(h, b[j], high[r][j]);
@@ -68,7 +71,6 @@ INLINE void tile4(const int rows, const int pairs, int dim, int tokens, int64_t 
             }
             if (t % 2 == 0) PREFETCH(ahead[i].codes + t * half + first);
         }
-    }
     for (int r = 0; r < rows; r++) {
         v16 l = v_set(v_sum(low_zero[r])), h = v_set(v_sum(high_zero[r]));
         for (int j = 0; j < pairs; j++) {

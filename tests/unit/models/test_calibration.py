@@ -1,9 +1,8 @@
-"""Scales learned from a model's own keys and values: nothing clips, sides and layers are apart, lengths do not matter."""
+"""Scales learned from a model's own keys and values: nothing clips, sides are apart, lengths do not matter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch

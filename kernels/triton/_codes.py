@@ -32,7 +32,7 @@ def raw_pointer(base, CODE: tl.constexpr, RAW_TYPE: tl.constexpr):
 
 @triton.jit
 def decode(raw, CODE: tl.constexpr, AS: tl.constexpr):
-    """Stored elements as values of type AS, exactly where AS can hold them; four-bit codes are not for this function."""
+    """Stored elements as values of type AS, exactly where AS can hold them; not for four-bit codes."""
     if CODE == 0:
         value = raw.to(AS)
     elif AS == tl.float16:  # noqa: SIM300

@@ -1,4 +1,4 @@
-"""Values of a tile of N sealed tokens, and their sum under a block of weights. Channels in two halves, as in `_keys.py`.
+"""Values of a tile of N sealed tokens, and their sum under a block of weights. Halves of channels as in `_keys.py`.
 
 A token n is addressed by `base[n]` (its page's layer segment) and `slot[n]` (its place in the page). Scales per token
 are multiplied onto the weights, scales per group of channels onto the values.

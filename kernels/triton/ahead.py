@@ -1,11 +1,14 @@
-"""Compiling the kernels for GPUs that are not there, and reading what they will need: registers, spills, shared memory."""
+"""Compiling the kernels for GPUs that are not there, and reading what they need: registers, spills, shared memory."""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.layout import PageLayout
+from kernels.layout import PageLayout, page_layout, parse_kv_cache_dtype
 from kernels.triton import attend, merge, seal, tuning
 from kernels.triton._formats import RAW_TYPES, constants, dot_type, side
 
@@ -127,3 +130,52 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     if found.keys() != {"REG", "STACK", "SHARED", "LOCAL"}:
         raise RuntimeError(f"cuobjdump said nothing about resources: {done.stdout!r} {done.stderr!r}")
     return found
+
+
+FORMATS = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8", "int8_channel", "int4", "k16v4", "k8v4",
+           "int8_per_tensor", "fp8_e4m3_per_tensor")  # fmt: skip
+HEAD_DIMS = (64, 80, 96, 128, 256)
+GROUPS = (1, 3, 4, 8, 16)
+SAMPLE = (
+    ("bf16", 128, 4, 80), ("int8", 64, 3, 90), ("int8_channel", 128, 8, 90), ("int8_channel", 256, 4, 100),
+    ("int4", 96, 1, 80), ("fp8_e4m3", 80, 16, 100), ("k8v4", 64, 4, 90),
+)  # fmt: skip
+"""(kv_cache_dtype, head_dim, group, compute capability): every format kind, width, group and architecture once."""
+
+
+def decode_case(kv_cache_dtype: str, head_dim: int, group: int, capability: int) -> tuple[Resources, list[str]]:
+    """What the decode kernel of one case needs, and what is wrong with that."""
+    compute = kv_cache_dtype if kv_cache_dtype in _TYPE_NAMES else "bf16"
+    k_format, v_format = parse_kv_cache_dtype(kv_cache_dtype, compute=compute)
+    layout = page_layout(k_format, v_format, 16, 2, 2, head_dim, tail_format=compute)
+    found = attention(layout, group, capability)
+    wrong = []
+    if found.stack or found.local:
+        wrong.append(f"spills {found.stack} + {found.local} bytes a thread")
+    if found.shared > SHARED_LIMIT[capability]:
+        wrong.append(f"needs {found.shared} bytes of shared memory of {SHARED_LIMIT[capability]}")
+    return found, wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compiles the decode kernels; exit code 1 if one spills or does not fit."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.triton.ahead", description=main.__doc__)
+    parser.add_argument("--sample", action="store_true", help="a representative few instead of the whole matrix")
+    chosen = parser.parse_args(arguments)
+    cases = SAMPLE if chosen.sample else tuple(itertools.product(FORMATS, HEAD_DIMS, GROUPS, SHARED_LIMIT))
+    failures = 0
+    for case in cases:
+        found, wrong = decode_case(*case)
+        failures += bool(wrong)
+        name, head_dim, group, capability = case
+        print(
+            f"{'BAD ' if wrong else 'ok  '} {name:20} head_dim {head_dim:3} group {group:2} sm_{capability:<3} "
+            f"{found.registers:3} registers {found.shared:6} B shared {'; '.join(wrong)}",
+            flush=True,
+        )
+    print(f"{len(cases) - failures} of {len(cases)} decode kernels fit without spills")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,9 @@
 """Paged attention in Triton: decode and prompt chunks, all KV formats, split over the pages of a sequence.
 
-A program takes the query rows of one KV head (rows x group, at least 16 for the tensor cores), runs over its share of the
-sequence's pages with an online softmax in base 2, and over the tail if its share is the last. With more than one share the
-partial results are merged by their log-sum-exp. Lengths are read on the device and the grid depends on `max_pages` and
-`max_query` only, so a decode step can be captured in a CUDA graph.
+A program takes the query rows of one KV head (rows x group, at least 16 for the tensor cores), runs over its share of
+the sequence's pages with an online softmax in base 2, and over the tail if its share is the last. With more than one
+share the partial results are merged by their log-sum-exp. Lengths are read on the device and the grid depends on
+`max_pages` and `max_query` only, so a decode step can be captured in a CUDA graph.
 """
 
 # mypy: ignore-errors
@@ -18,8 +18,8 @@ from torch import Tensor
 from kernels.attention import Batch, check
 from kernels.layout import PageLayout
 from kernels.triton._formats import RAW_TYPES, TORCH_TYPES, constants, dot_type, side
-from kernels.triton._launch import INTERPRETED, multiprocessors
 from kernels.triton._keys import centres, load_keys, scores
+from kernels.triton._launch import INTERPRETED, multiprocessors
 from kernels.triton._values import load_values, weighted
 from kernels.triton.merge import merge_splits
 from kernels.triton.tuning import TileShape, table_name, tile_shape
@@ -131,11 +131,12 @@ def attend_kernel(
             values = load_values(
                 base, head, slot, there, V_CODE, V_RAW, V_CODES, HEAD_DIM, HALF_PAD, BLOCK_SIZE, GROUPS
             )
-            raw = scores(k_low, k_high, keys[0], keys[1], page_base, head, page_there, k_scale, K_CODE, K_GRAIN, K_SCALES,
-                         HEAD_DIM, HALF_PAD, BLOCK_SIZE, tile_pages, K_DOT)  # fmt: skip
+            raw = scores(k_low, k_high, keys[0], keys[1], page_base, head, page_there, k_scale, K_CODE, K_GRAIN,
+                         K_SCALES, HEAD_DIM, HALF_PAD, BLOCK_SIZE, tile_pages, K_DOT)  # fmt: skip
             if K_GRAIN == 1 and K_CODE != 4:
                 centre = centres(q_low.to(tl.float32), q_high.to(tl.float32), pages, table, page, high, head,
-                                 layer_offset, PAGE_BYTES, K_SCALES, HEAD_DIM, HALF_PAD, tile_pages, BLOCK_M)  # fmt: skip
+                                 layer_offset, PAGE_BYTES, K_SCALES, HEAD_DIM, HALF_PAD, tile_pages,
+                                 BLOCK_M)  # fmt: skip
                 raw = tl.reshape(tl.reshape(raw, [BLOCK_M, tile_pages, BLOCK_SIZE]) + centre[:, :, None], raw.shape)
             seen = there[None, :] & live[:, None]
             key = page * BLOCK_SIZE + n
@@ -149,7 +150,8 @@ def attend_kernel(
                 _store_page_lse(x, target, page, high, live, tile_pages, BLOCK_SIZE)
             top, total, shrink, p = _fold(x, top, total)
             acc_low, acc_high = weighted(
-                p, shrink, acc_low, acc_high, values[0], values[1], base, head, slot, there, v_scale, V_CODE, V_GRAIN, V_SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, V_DOT,
+                p, shrink, acc_low, acc_high, values[0], values[1], base, head, slot, there, v_scale, V_CODE, V_GRAIN,
+                V_SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, V_DOT,
             )  # fmt: skip
 
         if (split == SPLITS - 1) & (filled > 0):

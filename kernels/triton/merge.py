@@ -39,7 +39,7 @@ def merge_kernel(
 
 
 def merge_splits(part: Tensor, lse: Tensor, out: Tensor) -> None:
-    """part fp32 [T, heads, S, head_dim] and base-2 lse [T, heads, S] into out [T, heads, head_dim] (rows contiguous)."""
+    """part fp32 [T, heads, S, head_dim], base-2 lse [T, heads, S] into out [T, heads, head_dim] (rows contiguous)."""
     rows, heads, splits, dim = part.shape
     merge_kernel[(rows * heads,)](
         part, lse, out, lse, splits * dim, dim, splits, 1, out.stride(1),

@@ -120,12 +120,22 @@ def _token_range(x, inside):
 
 @triton.jit
 def _finite(x, RAW: tl.constexpr):
-    """x in RAW, saturated at its largest finite value."""
+    """x in RAW, to nearest even, saturated at its largest finite value; NaN stays NaN.
+
+    bf16 is rounded by integers, since the interpreter's cast cuts off.
+    """
     if RAW == tl.float16:  # noqa: SIM300
-        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-    if RAW == tl.bfloat16:  # noqa: SIM300
-        x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
-    return x.to(RAW)
+        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+        value = x.to(RAW)
+    elif RAW == tl.bfloat16:  # noqa: SIM300
+        top: tl.constexpr = 3.3895313892515355e38
+        x = tl.where(x > top, top, tl.where(x < -top, -top, x))
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        value = tl.where(x != x, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        value = x.to(RAW)
+    return value
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Shapes of attention tiles, from one table a GPU: `tuning/<name of the GPU>.json`, else `tuning/default.json`.
 
-A table has a section `decode` (one query a sequence) and a section `chunk`; keys are `<K format>/<V format>/<head_dim>`
-or `*/*/<head_dim>`, head_dim rounded up to a power of two in the latter. `python -m infra.bench.gpu_check --tune` writes
-the table of the GPU it runs on.
+A table has a section `decode` (one query a sequence) and a section `chunk`, each of `[tokens, warps, stages]` by
+`<K format>/<V format>/<head_dim>`, `<K format>/*/<head_dim>` or `*/*/<head_dim>`; with a star, head_dim is rounded up
+to a power of two. `python -m infra.bench.gpu_check --tune` writes the table of the GPU it runs on.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tile_shape(
     """Tensor cores want at least 16 rows; all query heads of a KV head share a tile."""
     section = "decode" if max_query == 1 else "chunk"
     padded = max(64, 1 << (head_dim - 1).bit_length())
-    keys = (f"{k_format}/{v_format}/{head_dim}", f"*/*/{padded}")
+    keys = (f"{k_format}/{v_format}/{head_dim}", f"{k_format}/*/{padded}", f"*/*/{padded}")
     entries = (_table(name)[section].get(key) for name in (table, DEFAULT) for key in keys)
     tokens, warps, stages = next(entry for entry in entries if entry is not None)
     least = 16 if max_query == 1 else 64

@@ -14,6 +14,8 @@ from shared.errors import BadRequest, NotFound, TooLarge
 from shared.messages import Generate
 
 HEAVY_CHARACTERS = 256  # about 50 µs of tokenising: more leaves the event loop
+MESSAGE_CHARACTERS = 16  # what a template puts around a message costs about as much as this
+PREFIX_CHARACTERS = 8  # per token of the context: more than most texts have
 
 
 class Tokenizes(Protocol):
@@ -51,8 +53,8 @@ class Intake:
             raise BadRequest(f"give exactly one of prompt, messages and token_ids, not {' and '.join(given) or 'none'}")
         if not inputs[given[0]]:
             raise BadRequest(f"{given[0]}: must not be empty")
-        for token in generate.token_ids or ():
-            self._known(token, "token_ids")
+        if generate.token_ids:
+            self._known(max(generate.token_ids), "token_ids")
         for token in generate.sampling.stop_token_ids:
             self._known(token, "sampling.stop_token_ids")
         for token in generate.sampling.logit_bias:
@@ -60,16 +62,19 @@ class Intake:
 
     def heavy(self, generate: Generate) -> bool:
         """Whether `tokenize` belongs in a thread."""
-        size = len(generate.prompt or "") + sum(len(message.content) for message in generate.messages or ())
+        size = len(generate.prompt or "")
+        size += sum(len(message.content) + MESSAGE_CHARACTERS for message in generate.messages or ())
         return size > HEAVY_CHARACTERS
 
     def tokenize(self, generate: Generate) -> list[int]:
-        """The prompt's token ids, never empty."""
+        """The prompt's token ids, never empty. Raises TooLarge, soon, for a text far beyond the context."""
         if generate.token_ids is not None:
             return list(generate.token_ids)
         if generate.messages is not None:
+            self._bounded("".join(message.content for message in generate.messages))
             tokens = self.tokenizer.encode_chat([message.model_dump() for message in generate.messages])
         else:
+            self._bounded(generate.prompt or "")
             tokens = self.tokenizer.encode(generate.prompt or "")
         if not tokens:
             raise BadRequest("prompt: must not be empty; this text has no tokens")
@@ -109,6 +114,21 @@ class Intake:
             deadline=deadline,
             progress_at=now,
         )
+
+    def _bounded(self, text: str) -> None:
+        """Tokenises longer and longer beginnings of a text that seems too long, so that refusing it costs little.
+
+        A whole text can have fewer tokens than its beginning, but not by an eighth of the context.
+        """
+        size = PREFIX_CHARACTERS * self.max_model_len
+        while size < len(text):
+            count = len(self.tokenizer.encode(text[:size]))
+            if count > self.max_model_len + self.max_model_len // 8:
+                raise TooLarge(
+                    f"the prompt has more than {count} tokens, but the context is {self.max_model_len} tokens, "
+                    "prompt and answer together; shorten the prompt"
+                )
+            size *= 2
 
     def _known(self, token: int, path: str) -> None:
         if not 0 <= token < self.vocab_size:

@@ -59,7 +59,9 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadRequest(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
-        return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        # `encode` keeps the GIL: a long text would hold up the whole process, whatever thread it is encoded in
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary are nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,23 @@ def test_threads_may_share_it(demo_tokenizer: Tokenizer) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(40)))
+
+
+def test_a_long_text_does_not_hold_up_other_threads(demo_tokenizer: Tokenizer) -> None:
+    """While it keeps the GIL no other thread runs, and no event loop turns."""
+    done = threading.Event()
+    turns = 0
+
+    def work() -> None:
+        demo_tokenizer.encode("hello world " * 50_000)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not done.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 10
 
 
 MISSING = frozenset(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2")

@@ -17,8 +17,9 @@ from kernels.formats._base import Shape
 
 ALIGN = 64
 PAGE_ALIGN = 4096
-TABLE_ENTRY_BYTES = 8
-"""Index and generation of one page in a block table."""
+TABLE_ENTRY_BYTES = 160
+"""What keeping one page on the books costs: index and generation in a block table, and about 150 bytes in the ledger
+(key, place in the prefix index and in the eviction order, state), as measured with every page cached."""
 TAIL_FORMATS = ("bf16", "fp16", "fp32")
 
 _ALIASES = {
@@ -98,8 +99,16 @@ class PageLayout:
         return self.page_bytes / self.block_size
 
     def table_share(self) -> float:
-        """Bytes of block table per byte of page; above 0.1 the block size is too small for this format."""
-        return TABLE_ENTRY_BYTES / self.page_bytes
+        """Share of the block table and the ledger in all memory of the cache."""
+        return TABLE_ENTRY_BYTES / (TABLE_ENTRY_BYTES + self.page_bytes)
+
+    def scale_share(self) -> float:
+        """Share of scales, centres and padding in a page: what is not codes."""
+        codes = 0
+        for place in self.per_layer:
+            k, v = formats.load(place.k_format), formats.load(place.v_format)
+            codes += k.sizes_k(self.shape).codes + v.sizes_v(self.shape).codes
+        return 1 - codes / self.page_bytes
 
 
 def parse_kv_cache_dtype(

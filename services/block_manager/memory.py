@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+from kernels.layout import PageLayout
 from services.block_manager.ledger import Ledger
 from services.block_manager.node import Node
 from services.block_manager.reserve import longest
@@ -15,7 +16,7 @@ from shared.handles import Layout
 from shared.messages import PoolDescription, PoolStats
 from shared.models.files import ModelFiles
 from shared.pool import shm
-from shared.pool.layout import layout_for
+from shared.pool.layout import geometry, layout_for
 from shared.pool.shm import ShmPool
 from shared.settings import BlockManagerSettings
 
@@ -27,6 +28,7 @@ class Memory:
     """Pools by name, their common layout, and the ledgers over them."""
 
     layout: Layout
+    geometry: PageLayout
     pools: dict[str, ShmPool]
     node: Node
     max_model_len: int
@@ -62,7 +64,7 @@ class Memory:
             )
             for name, pool in pools.items()
         ]
-        return cls(layout, pools, Node(ledgers, ids), max_model_len)
+        return cls(layout, geometry(layout), pools, Node(ledgers, ids), max_model_len)
 
     def close(self) -> None:
         """Gives the memory up; whoever still maps it sees `Stale`."""
@@ -95,7 +97,11 @@ class Memory:
             cached=pages.cached,
             quarantined=pages.quarantined,
             pinned=pages.pinned,
+            block_size=layout.block_size,
             page_bytes=layout.page_bytes,
+            bytes_per_token=self.geometry.bytes_per_token(),
+            table_share=self.geometry.table_share(),
+            scale_share=self.geometry.scale_share(),
             bytes_total=pages.total * layout.page_bytes,
             bytes_used=(pages.total - pages.free) * layout.page_bytes,
             tails_total=ledger.tails.total,

@@ -36,7 +36,7 @@ def _of_json(line: str, where: str) -> Prompt:
     prompt, messages = (body.get("prompt"), body.get("messages")) if isinstance(body, dict) else (None, None)
     if isinstance(prompt, str) and prompt and messages is None:
         return prompt
-    if isinstance(messages, list) and messages and prompt is None:
-        if all(isinstance(one, dict) and "role" in one for one in messages):
-            return messages
+    turns = messages if isinstance(messages, list) and prompt is None else []
+    if turns and all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        return turns
     raise Misconfigured(f'{where}: give either "prompt" (text) or "messages" (with role and content)')

@@ -140,7 +140,11 @@ class PoolStats(Message):
     cached: int
     quarantined: int
     pinned: int
+    block_size: int
     page_bytes: int
+    bytes_per_token: float
+    table_share: float = Field(description="of block table and ledger in all memory of the pool")
+    scale_share: float = Field(description="of scales and padding in a page")
     bytes_total: int
     bytes_used: int
     tails_total: int

@@ -8,14 +8,15 @@ import torch
 
 from kernels import dispatch
 from kernels.dispatch import Ops
-from kernels.layout import PageLayout, page_layout
+from kernels.layout import PageLayout
 from kernels.scale_file import ScaleFile
 from kernels.scales import PoolScales
-from shared.errors import Conflict, Misconfigured
+from shared.errors import Misconfigured
 from shared.handles import Layout
 from shared.models.files import ModelFiles
 from shared.models.transformer import Transformer
 from shared.pool import Pool
+from shared.pool.layout import geometry
 
 
 def load(files: ModelFiles, dtype: str, kernels: str, threads: int) -> Transformer:
@@ -25,23 +26,6 @@ def load(files: ModelFiles, dtype: str, kernels: str, threads: int) -> Transform
     except (ValueError, dispatch.BackendUnavailable) as error:
         raise Misconfigured(str(error)) from error
     return Transformer(files, dtype, ops, threads)
-
-
-def geometry(layout: Layout) -> PageLayout:
-    """Byte offsets for the layout two actors agreed on. Raises Conflict if this version would place bytes elsewhere."""
-    ours = page_layout(
-        layout.k_format,
-        layout.v_format,
-        layout.block_size,
-        layout.layers,
-        layout.kv_heads,
-        layout.head_dim,
-        layout.skip_layers,
-        layout.tail_format,
-    )
-    if (ours.page_bytes, ours.tail_bytes) != (layout.page_bytes, layout.tail_bytes):
-        raise Conflict(f"pages have {layout.page_bytes} bytes there and {ours.page_bytes} here: mixed versions")
-    return ours
 
 
 def pool_scales(scales: ScaleFile, layout: Layout) -> PoolScales:

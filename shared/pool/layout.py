@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kernels.layout import PageLayout, page_layout, parse_kv_cache_dtype, parse_skip_layers
 from kernels.scale_file import BadScales, ScaleFile, read
-from shared.errors import Misconfigured
+from shared.errors import Conflict, Misconfigured
 from shared.handles import Layout
 from shared.models.config import ModelConfig
 from shared.models.files import ModelFiles
@@ -65,6 +65,23 @@ def pages_for(config: ModelConfig, tail_format: str, settings: CacheSettings) ->
         return page_layout(k_format, v_format, *shape, skip_layers=skip_layers, tail_format=tail_format)
     except ValueError as error:
         raise Misconfigured(str(error)) from error
+
+
+def geometry(layout: Layout) -> PageLayout:
+    """Byte offsets for the layout two actors agreed on. Raises Conflict if this version would place bytes elsewhere."""
+    ours = page_layout(
+        layout.k_format,
+        layout.v_format,
+        layout.block_size,
+        layout.layers,
+        layout.kv_heads,
+        layout.head_dim,
+        layout.skip_layers,
+        layout.tail_format,
+    )
+    if (ours.page_bytes, ours.tail_bytes) != (layout.page_bytes, layout.tail_bytes):
+        raise Conflict(f"pages have {layout.page_bytes} bytes there and {ours.page_bytes} here: mixed versions")
+    return ours
 
 
 def _scales(files: ModelFiles, settings: CacheSettings, pages: PageLayout) -> ScaleFile | None:

@@ -19,12 +19,11 @@ from services.decode.batch import Sequence
 from services.decode.engine import DecodeEngine, Report
 from services.prefill.engine import Computed, Gone, PrefillEngine
 from services.prefill.scheduler import Prompt
-from shared.handles import Layout
 from shared.messages import Sampling
 from shared.models import calibration, files, runtime
 from shared.models.files import ModelFiles
 from shared.models.transformer import Transformer
-from shared.pool.layout import cache_for
+from shared.pool.layout import cache_for, pages_for
 from shared.sampling import Choice, Sampler
 from shared.settings import BlockManagerSettings
 from tests.support.tiny_models import folder
@@ -112,21 +111,11 @@ def scale_files(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of calibrated files, one for each pair that needs one."""
     where = tmp_path_factory.mktemp("scales")
     for k, v in PAIRS:
-        pages = runtime.geometry(bare_layout(model, k, v))
+        pages = pages_for(model.files.config, "fp32", BlockManagerSettings(k_cache_dtype=k, v_cache_dtype=v))
         if pages.needs_scales:
             learned = calibration.calibrate(model.cpu, model.files.identity, [prompt_tokens(100)], pages)
             write(where / f"{k}-{v}.safetensors", learned)
     return where
-
-
-def bare_layout(model: Model, k: str, v: str) -> Layout:
-    """The layout of a pair that may need scales which are not there yet."""
-    from shared.pool.layout import pages_for
-
-    pages = pages_for(model.files.config, "fp32", BlockManagerSettings(k_cache_dtype=k, v_cache_dtype=v))
-    names = ("k_format", "v_format", "tail_format", "block_size", "layers", "kv_heads", "head_dim")
-    sizes = {name: getattr(pages, name) for name in (*names, "page_bytes", "tail_bytes")}
-    return Layout(**sizes, fingerprint="")
 
 
 def compare(ours: list[Choice], theirs: list[Choice]) -> int:

@@ -34,6 +34,9 @@ async def check(running: Pipeline, k_format: str, v_format: str) -> dict[str, An
     found = running.stats()
     pool = found["pools"]["cpu0"]
     assert (pool["k_format"], pool["v_format"]) == (k_format, v_format)
+    assert pool["bytes_per_token"] == pool["page_bytes"] / pool["block_size"] < 23_040
+    shown = running.cli("stats").stdout
+    assert "bytes per token" in shown and ("--block-size 32" in shown) == (pool["scale_share"] > 0.1)
     return found
 
 
@@ -59,7 +62,8 @@ async def test_calibrated_scales_reach_both_workers_and_are_watched(tmp_path: Pa
     with pipeline(tmp_path / "state", *flags) as running:
         found = await check(running, "int8_per_tensor", "fp8_e4m3_per_tensor")
         details = {actor["name"]: actor["details"] for actor in found["actors"]}
-        metrics = httpx.get(f"{running.url}/metrics", timeout=5).text
+        async with httpx.AsyncClient() as http:
+            metrics = (await http.get(f"{running.url}/metrics", timeout=5)).text
     for worker in ("prefill", "decode"):
         assert 0 <= details[worker]["clipped_fraction"] < 0.01
     assert 'name="clipped_fraction"' in metrics

@@ -14,8 +14,6 @@ from services.cli.machine import Finding, findings
 from shared.errors import KvrelayError, Misconfigured
 
 app = typer.Typer(add_completion=False)
-TABLE_SHARE_LIMIT = 0.1
-FORMATS = ("auto", "int8", "int8_channel", "k16v4", "int4")
 
 
 @app.command()
@@ -56,28 +54,19 @@ async def _nats(where: Where) -> Finding:
 
 
 def _geometry() -> list[Finding]:
-    """Bytes per cached token of the demo model (or the configured one) in the common formats."""
-    from kernels.layout import page_layout, parse_kv_cache_dtype
+    """What a cached token of the configured model costs, as configured and in the common formats."""
+    from services.cli import geometry
     from shared import settings
     from shared.models.catalogue import cached
 
-    wanted = settings.load(settings.BlockManagerSettings)
+    try:
+        wanted = settings.load(settings.BlockManagerSettings)
+    except Misconfigured as error:
+        return [Finding("settings", "fail", error.text, "correct the setting")]
     config = _config(wanted.model, [model.path for model in cached()])
     if config is None:
-        return [Finding("KV auto", "ok", f"{wanted.model} is not converted yet", "kvrelay models prepare")]
-    found = []
-    for name in dict.fromkeys((wanted.kv_cache_dtype, *FORMATS)):
-        k_format, v_format = parse_kv_cache_dtype(name)
-        shape = (wanted.block_size, config.layers, config.kv_heads, config.head_dim)
-        layout = page_layout(k_format, v_format, *shape)
-        share = layout.table_share()
-        value = f"{layout.bytes_per_token():,.0f} bytes per token, {k_format}/{v_format}, table {share:.3%}"
-        if share > TABLE_SHARE_LIMIT:
-            fix = f"the block table takes {share:.0%} of the cache: use --block-size 32"
-            found.append(Finding(f"KV {name}", "warn", value, fix))
-        else:
-            found.append(Finding(f"KV {name}", "ok", value))
-    return found
+        return [Finding("KV cache", "ok", f"{wanted.model} is not converted yet", "kvrelay models prepare")]
+    return geometry.findings(config, wanted)
 
 
 def _config(model: str, converted: list[Path]) -> Any:

@@ -12,6 +12,7 @@ import typer
 
 from services.cli import console, state_dir
 from services.cli.connection import JsonOption, NamespaceOption, NatsUrlOption, StateDirOption, Where, connected, run
+from services.cli.geometry import too_small
 
 if TYPE_CHECKING:
     from shared.bus import Bus
@@ -152,6 +153,10 @@ def _show(found: dict[str, Any]) -> None:
         health = f"[{colour}]{row['health']}[/] {row['reason']}".strip()
         actors.add_row(row["name"], row["instance"] or "–", str(row["pid"] or "–"), health)
     console.out().print(pools)
+    for name, pool in found["pools"].items():
+        advice = too_small(pool["block_size"], pool["table_share"], pool["scale_share"])
+        if advice:
+            console.out().print(f"{name}: {advice}", style="yellow", highlight=False)
     console.out().print(actors)
 
 
@@ -162,6 +167,9 @@ def _pool_column(pool: dict[str, Any]) -> dict[str, str]:
         **{name: str(pool[name]) for name in states},
         "memory": f"{console.size(pool['bytes_used'])} of {console.size(pool['bytes_total'])}",
         "K / V format": f"{pool['k_format']} / {pool['v_format']}",
+        "bytes per token": f"{pool['bytes_per_token']:,.0f}",
+        "of it scales": f"{pool['scale_share']:.1%}",
+        "block table": f"{pool['table_share']:.2%}",
         "tails free": f"{pool['tails_free']} of {pool['tails_total']}",
         "leases": str(pool["leases"]),
         "prompt tokens": str(pool["prompt_tokens"]),

@@ -38,7 +38,15 @@ def test_sizes_of_smollm2() -> None:
     assert layout.tail_bytes == 360 * 1024
     assert page_layout("int8", "int8", 16, 30, 3, 64).bytes_per_token() < 0.53 * 23_040
     assert page_layout("int4", "int4", 16, 30, 3, 64).bytes_per_token() < 0.31 * 23_040
-    assert page_layout("bf16", "bf16", 16, 1, 1, 16).table_share() < 0.01
+
+
+def test_shares_of_what_is_not_codes() -> None:
+    whole = page_layout("bf16", "bf16", 16, 30, 3, 64)
+    assert whole.scale_share() == 0 and whole.table_share() < 0.001
+    assert 0.03 < page_layout("bf16", "bf16", 16, 1, 1, 16).table_share() < 0.05
+    small, large = (page_layout("int8_channel", "int8_channel", size, 30, 3, 64) for size in (16, 32))
+    assert small.scale_share() > 0.1 > large.scale_share() > 0
+    assert page_layout("bf16", "bf16", 16, 1, 1, 48).scale_share() == 1 - 3072 / 4096, "padding counts"
 
 
 def test_skipped_layers_stay_in_the_compute_dtype() -> None:

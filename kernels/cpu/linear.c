@@ -15,6 +15,7 @@
 #include "linear.h"
 
 #include "linear_panel.h"
+#include "row_ops.h"
 #include "threads.h"
 
 #define ROW_CHUNK 192 /* rows of one task: decoding a panel is paid once for them */
@@ -33,9 +34,8 @@ static void finish(const job *j, int64_t panel, int64_t first, int64_t rows, con
     const kv_linear *w = j->w;
     if (w->gated) {
         for (int64_t r = 0; r < rows; r++) {
-            kv_f16 gate = kv_load(tile + r * 32), up = kv_load(tile + r * 32 + 16);
-            kv_f16 bottom = kv_add(kv_exp(kv_sub(kv_set(0), gate)), kv_set(1));
-            kv_rows_put(j->gated_out, first + r, panel * 16, kv_mul(kv_div(gate, bottom), up));
+            kv_f16 value = kv_silu_mul(kv_load(tile + r * 32), kv_load(tile + r * 32 + 16));
+            kv_rows_put(j->gated_out, first + r, panel * 16, value);
         }
         return;
     }

@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "row_ops.h"
 #include "threads.h"
 
 #define SERIAL_ROWS 4 /* fewer rows than this are not worth waking a thread between products */
@@ -66,46 +67,18 @@ static void each_row(const pass *p, int64_t rows, row_fn fn) {
         for (int64_t r = 0; r < rows; r++) fn(p, r);
 }
 
-static kv_f16 load(int32_t is_bf16, const void *x, int64_t at) {
-    return is_bf16 ? kv_load_bf16((const uint16_t *)x + at) : kv_load((const float *)x + at);
-}
-static void store(int32_t is_bf16, void *x, int64_t at, kv_f16 value) {
-    if (is_bf16) kv_store_bf16((uint16_t *)x + at, value);
-    else kv_store((float *)x + at, value);
-}
-
-static float inverse_rms(const float *x, int64_t n, float eps) {
-    kv_f16 squares = kv_set(0);
-    for (int64_t i = 0; i < n; i += 16) squares = kv_fma(kv_load(x + i), kv_load(x + i), squares);
-    return 1.0f / __builtin_sqrtf(kv_reduce(squares) / (float)n + eps);
-}
-
 static void embed_row(const pass *p, int64_t row) {
     int64_t n = p->m->hidden, token = p->s->tokens[row];
-    for (int64_t i = 0; i < n; i += 16) kv_store(p->hidden + row * n + i, load(p->m->is_bf16, p->m->embed, token * n + i));
+    for (int64_t i = 0; i < n; i += 16) kv_store(p->hidden + row * n + i, kv_take(p->m->is_bf16, p->m->embed, token * n + i));
 }
 
 static void norm_row(const pass *p, int64_t row) {
     int64_t n = p->m->hidden;
     const float *x = p->hidden + (p->pick ? p->pick[row] : row) * n;
-    kv_f16 scale = kv_set(inverse_rms(x, n, p->m->eps));
+    kv_f16 scale = kv_set(kv_inverse_rms(x, n, p->m->eps));
     for (int64_t i = 0; i < n; i += 16)
         kv_rows_put(&p->narrow, row, i, kv_mul(kv_mul(kv_load(x + i), scale), kv_load(p->norm + i)));
     kv_rows_sum(&p->narrow, row);
-}
-
-/* One head: optional norm, rotation in halves, in place. */
-static void turn(const kv_model *m, float *x, const float *norm, const float *cos, const float *sin) {
-    int64_t n = m->head_dim, half = n / 2;
-    if (norm) {
-        kv_f16 scale = kv_set(inverse_rms(x, n, m->eps));
-        for (int64_t i = 0; i < n; i += 16) kv_store(x + i, kv_mul(kv_mul(kv_load(x + i), scale), kv_load(norm + i)));
-    }
-    for (int64_t i = 0; i < half; i++) {
-        float a = x[i], b = x[half + i];
-        x[i] = a * cos[i] - b * sin[i];
-        x[half + i] = b * cos[i] + a * sin[i];
-    }
 }
 
 /* q, k, v of one row: norms, rotation, stored in the compute dtype; decode also appends k and v to the row's tail. */
@@ -119,7 +92,9 @@ static void heads_row(const pass *p, int64_t row) {
     for (int64_t h = 0; h < heads; h++, x += dim) {
         int is_q = h < m->heads, is_v = h >= m->heads + m->kv_heads;
         int64_t head = is_q ? h : is_v ? h - m->heads - m->kv_heads : h - m->heads;
-        if (!is_v) turn(m, x, is_q ? layer->q_norm : layer->k_norm, cos, sin);
+        const float *norm = is_q ? layer->q_norm : is_v ? NULL : layer->k_norm;
+        if (norm) kv_normalise(x, dim, kv_inverse_rms(x, dim, m->eps), norm, x);
+        if (!is_v) kv_turn(x, dim, cos, sin);
         void *to = is_q ? s->q : is_v ? s->v : s->k;
         int64_t at = (row * (is_q ? m->heads : m->kv_heads) + head) * dim;
         if (s->decode && !is_q) {
@@ -127,14 +102,14 @@ static void heads_row(const pass *p, int64_t row) {
             to = s->tails + s->append_slots[row] * pool->tail_bytes + (is_v ? pool->tail_v : pool->tail_k);
             at = (head * pool->block_size + s->append_positions[row]) * dim;
         }
-        for (int64_t i = 0; i < dim; i += 16) store(m->is_bf16, to, at + i, kv_load(x + i));
+        for (int64_t i = 0; i < dim; i += 16) kv_put(m->is_bf16, to, at + i, kv_load(x + i));
     }
 }
 
 static void attended_row(const pass *p, int64_t row) {
     int64_t n = (int64_t)p->m->heads * p->m->head_dim;
     for (int64_t i = 0; i < n; i += 16)
-        kv_rows_put(&p->narrow, row, i, load(p->m->is_bf16, p->s->attended, row * n + i));
+        kv_rows_put(&p->narrow, row, i, kv_take(p->m->is_bf16, p->s->attended, row * n + i));
     kv_rows_sum(&p->narrow, row);
 }
 

@@ -1,14 +1,38 @@
-"""A stage for tests of the gateway (see `scripted.py`): one per file, or one of their own for tests that kill."""
+"""Pipelines that tests share which leave them as they found them, and stages for tests of the gateway.
+
+A stage (see `scripted.py`) is there once per file, or once per test for tests that kill.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from tests.e2e.pipeline import Pipeline, pipeline
 from tests.e2e.scripted import Stage, stage
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of a user, in whose default place `bf16` runs."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="session")
+def bf16(home: Path) -> Iterator[Pipeline]:
+    """As `kvrelay up` starts without settings, but for the size of the pool."""
+    with pipeline(home / ".local/state/kvrelay", "--num-blocks-override", "600") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def fp32(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    """Where rounding cannot turn a near-tie, so that tokens may be compared between shapes."""
+    with pipeline(tmp_path_factory.mktemp("fp32"), "--dtype", "float32", "--num-blocks-override", "600") as running:
+        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,17 +11,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgpack
 import nats
+import nats.errors
 from nats.aio.client import Client
 
 from shared import settings
 from shared.pool.shm import directory, pool_path
+from tests.support.processes import alive, family
 
 START_LIMIT_S = 120
 
@@ -86,7 +90,22 @@ class Pipeline:
         return json.loads(done.stdout)
 
     def pids(self) -> dict[str, int]:
-        return {actor["name"]: actor["pid"] for actor in self.stats()["actors"]}
+        """The process of each actor the gateway has heard of lately."""
+        return {actor["actor"]: actor["pid"] for actor in httpx.get(f"{self.url}/health", timeout=5).json()["actors"]}
+
+    def pools(self) -> dict[str, Any]:
+        """What the block manager says of its pools; an AssertionError if it does not answer."""
+
+        async def ask() -> dict[str, Any]:
+            async with self.nats() as client:
+                reply = await client.request("kvrelay.block_manager.stats", b"{}", timeout=10)
+                return json.loads(reply.data)["pools"]
+
+        with ThreadPoolExecutor(1) as thread:  # a loop of its own, because tests with and without one call this
+            try:
+                return thread.submit(asyncio.run, ask()).result()
+            except nats.errors.NoRespondersError:
+                raise AssertionError("no block manager answers") from None
 
     def generate(self, prompt: str, *arguments: str) -> dict[str, Any]:
         done = self.cli("generate", prompt, "--json", "--no-stream", *arguments)
@@ -118,12 +137,32 @@ def pipeline(state: Path, *options: str) -> Iterator[Pipeline]:
     pids: list[int] = []
     try:
         yield running
-        pids = list(running.pids().values())
+        pids = family(running.process.pid)
     finally:
         code = running.stop()
     assert code == 0, running.log.read_text()[-4000:]
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "an actor outlived kvrelay up"
+    assert not [pid for pid in pids if alive(pid)], "a process outlived kvrelay up"
     assert not list(directory().glob(f"{pool_path('', state).name}*")), "shared memory was left behind"
+
+
+def at_rest(running: Pipeline) -> None:
+    """Asserts that no page and no tail is held."""
+    for name, pool in running.pools().items():
+        assert pool["filling"] == pool["active"] == pool["quarantined"] == 0, (name, pool)
+        assert pool["free"] + pool["cached"] == pool["total"], (name, pool)
+        assert pool["tails_free"] == pool["tails_total"], (name, pool)
+
+
+def comes_true(claim: Callable[[], None], limit_s: float) -> None:
+    """Makes the claim until it holds, and raises its AssertionError after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return claim()
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 async def stream(client: Client, body: dict[str, Any], *, timeout_s: float = 120) -> AsyncIterator[dict[str, Any]]:

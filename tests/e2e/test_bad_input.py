@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import httpx
 import msgpack
 import pytest
 
-from tests.e2e.pipeline import Pipeline, collect, free_port, pipeline
+from tests.e2e.pipeline import Pipeline, collect, free_port
 
 GOOD = {"prompt": "The capital of France is", "max_tokens": 3, "sampling": {"temperature": 0.0}}
 
@@ -39,15 +38,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
-    with pipeline(tmp_path_factory.mktemp("bad"), "--num-blocks-override", "600") as started:
-        yield started
-
-
 @pytest.mark.parametrize(("body", "code", "word"), REFUSED)
-async def test_nats_door(running: Pipeline, body: dict[str, Any], code: int, word: str) -> None:
-    async with running.nats() as client:
+async def test_nats_door(bf16: Pipeline, body: dict[str, Any], code: int, word: str) -> None:
+    async with bf16.nats() as client:
         for payload in (msgpack.packb(body), json.dumps(body).encode()):
             reply = await client.request("kvrelay.gateway.generate", payload, timeout=2)
             assert reply.headers is not None
@@ -56,9 +49,9 @@ async def test_nats_door(running: Pipeline, body: dict[str, Any], code: int, wor
         assert (await collect(client, GOOD))["token_ids"]
 
 
-async def test_nats_door_refuses_garbage(running: Pipeline) -> None:
+async def test_nats_door_refuses_garbage(bf16: Pipeline) -> None:
     nested = b"\x91" * 100_000 + b"\xc0"
-    async with running.nats() as client:
+    async with bf16.nats() as client:
         for payload in (b"\xc1", b"{", b"[1,2", b"not a message", nested, b"\x80" * 70_000, b"\xdd\xff\xff\xff\xff"):
             reply = await client.request("kvrelay.gateway.generate", payload, timeout=2)
             assert reply.headers is not None and reply.headers["Nats-Service-Error-Code"] == "400", payload[:10]
@@ -77,17 +70,17 @@ def http_body(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("body", "code", "word"), [case for case in REFUSED if case[0].keys() != {"prompt", "token_ids"}]
 )
-def test_http_door(running: Pipeline, body: dict[str, Any], code: int, word: str) -> None:
+def test_http_door(bf16: Pipeline, body: dict[str, Any], code: int, word: str) -> None:
     path, flat = http_body(body)
-    answer = httpx.post(f"{running.url}/v1/{path}", json=flat, timeout=5)
+    answer = httpx.post(f"{bf16.url}/v1/{path}", json=flat, timeout=5)
     assert answer.status_code in (code, 400), answer.text
     error = answer.json()["error"]
     assert word in error["message"] or word in str(error["param"]), error
-    good = httpx.post(f"{running.url}/v1/completions", json={"prompt": "One two", "max_tokens": 2}, timeout=30)
+    good = httpx.post(f"{bf16.url}/v1/completions", json={"prompt": "One two", "max_tokens": 2}, timeout=30)
     assert good.status_code == 200
 
 
-def test_cli_door(running: Pipeline) -> None:
+def test_cli_door(bf16: Pipeline) -> None:
     cases = [
         (("generate", "hi", "--temperature", "-1"), 2, "temperature"),
         (("generate", ""), 2, "empty"),
@@ -97,14 +90,14 @@ def test_cli_door(running: Pipeline) -> None:
         (("nonsense",), 2, "nonsense"),
     ]
     for arguments, code, word in cases:
-        done = running.cli(*arguments, timeout_s=20)
+        done = bf16.cli(*arguments, timeout_s=20)
         assert done.returncode in {code, 1 if code == 2 and word in {"temperature", "empty"} else code}, done.stderr
         assert word in done.stderr, (arguments[:2], done.stderr)
         assert "Traceback" not in done.stderr
 
 
-def test_wrong_nats_password(running: Pipeline) -> None:
-    url = f"nats://client:wrong@127.0.0.1:{running.nats_port}"
+def test_wrong_nats_password(bf16: Pipeline) -> None:
+    url = f"nats://client:wrong@127.0.0.1:{bf16.nats_port}"
     command = [sys.executable, "-m", "services.cli", "generate", "hi", "--nats-url", url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=15)
     assert done.returncode == 1
@@ -138,9 +131,9 @@ def test_up_refuses_a_taken_port(tmp_path: Path, flag: str) -> None:
         assert port in refused_up(flag, port, other, str(free_port()), state=tmp_path)
 
 
-def test_up_refuses_a_second_pipeline_on_one_state(running: Pipeline) -> None:
-    text = refused_up("--http-port", str(free_port()), "--nats-port", str(free_port()), state=running.state)
-    assert str(running.state) in text.replace("\n", "")
+def test_up_refuses_a_second_pipeline_on_one_state(bf16: Pipeline) -> None:
+    text = refused_up("--http-port", str(free_port()), "--nats-port", str(free_port()), state=bf16.state)
+    assert str(bf16.state) in text.replace("\n", "")
 
 
 def test_up_refuses_a_state_dir_it_cannot_write(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.e2e.pipeline import Pipeline, pipeline
-from tests.e2e.test_footprint import family
+from tests.support.processes import alive, family
 
 OPTIONS = ("--num-blocks-override", "64", "--max-model-len", "512")
 GENERATE = ("generate", "One two three", "--raw", "--max-tokens", "2", "--temperature", "0")
@@ -32,19 +32,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 def gone(pids: list[int]) -> bool:
     """Whether all processes end within the limit."""
     deadline = time.monotonic() + GONE_LIMIT_S
-    while any(running_still(pid) for pid in pids):
+    while any(alive(pid) for pid in pids):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
-
-
-def running_still(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_ready_means_that_every_actor_is(running: Pipeline) -> None:
@@ -53,7 +45,7 @@ def test_ready_means_that_every_actor_is(running: Pipeline) -> None:
     assert {actor["name"]: actor["health"] for actor in found["actors"]} == dict.fromkeys(
         ("block_manager", "decode", "gateway", "offload", "prefill"), "ready"
     )
-    assert all(running_still(actor["pid"]) for actor in found["actors"])
+    assert all(alive(actor["pid"]) for actor in found["actors"])
     pool = found["pools"]["cpu0"]
     assert pool["total"] == 64
     assert sum(pool[state] for state in ("free", "filling", "active", "cached", "quarantined")) == 64
@@ -144,7 +136,7 @@ def test_a_signal_stops_everything_in_order(tmp_path: Path, number: int) -> None
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
-    assert not [pid for pid in pids if running_still(pid)]
+    assert not [pid for pid in pids if alive(pid)]
     assert err == ""
     assert [json.loads(line)["event"] for line in out.splitlines()] == ["stopping"]
     left = {path.name for path in tmp_path.iterdir()}

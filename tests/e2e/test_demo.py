@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
+
+from tests.support.processes import session
 
 
-def test_the_demo(tmp_path: Path) -> None:
+def test_the_demo() -> None:
     command = [sys.executable, "-m", "infra.demo"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -20,17 +21,5 @@ def test_the_demo(tmp_path: Path) -> None:
     assert "A computer network is" in out
     cached = re.search(r"found in the cache │\s*(\d+) tokens\s+│\s*(\d+) tokens", out)
     assert cached is not None and int(cached[1]) == 0 and int(cached[2]) >= 128
-    assert members(process.pid) == []
-
-
-def members(session: int) -> list[int]:
-    """Processes of a session; those of `kvrelay up` have sessions of their own, but it has waited for them."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == session:
-            found.append(int(stat.parent.name))
-    return found
+    # processes of `kvrelay up` have sessions of their own, but it has waited for them
+    assert session(process.pid) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from tests.e2e.pipeline import Pipeline, collect, pipeline
 from tests.e2e.reference import PROMPTS, judge
 
 NEW_TOKENS = 24
-POOLS = {"one pool": (), "two pools": ("--prefill-pool", "cpu0", "--decode-pool", "cpu1")}
 
 
-@pytest.fixture(scope="module", params=list(POOLS))
-def fp32(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
-    state: Path = tmp_path_factory.mktemp("fp32")
-    with pipeline(state, "--dtype", "float32", "--num-blocks-override", "512", *POOLS[request.param]) as running:
+@pytest.fixture(scope="module")
+def two_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    options = ("--dtype", "float32", "--num-blocks-override", "512", "--prefill-pool", "cpu0", "--decode-pool", "cpu1")
+    with pipeline(tmp_path_factory.mktemp("two-pools"), *options) as running:
         yield running
 
 
@@ -39,9 +37,11 @@ async def answers(running: Pipeline, prompts: tuple[str, ...], *, together: bool
         return [await collect(client, body) for body in bodies]
 
 
-async def test_greedy_equals_transformers_alone_and_together(fp32: Pipeline) -> None:
-    alone = await answers(fp32, PROMPTS, together=False)
-    together = await answers(fp32, PROMPTS, together=True)
+@pytest.mark.parametrize("pools", ["fp32", "two_pools"])
+async def test_greedy_equals_transformers_alone_and_together(request: pytest.FixtureRequest, pools: str) -> None:
+    running: Pipeline = request.getfixturevalue(pools)
+    alone = await answers(running, PROMPTS, together=False)
+    together = await answers(running, PROMPTS, together=True)
     certain = 0
     for prompt, single, crowd in zip(PROMPTS, alone, together, strict=True):
         verdict = judge(prompt, single["token_ids"])

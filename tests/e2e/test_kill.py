@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.pipeline import Pipeline, collect, pipeline, stream
-from tests.e2e.test_pressure import at_rest
+from tests.e2e.pipeline import Pipeline, at_rest, collect, comes_true, pipeline, stream
 
 BODY = {
     "token_ids": list(range(500, 700)),
@@ -78,14 +77,11 @@ async def test_gateway_is_replaced(running: Pipeline) -> None:
 
 async def restored(running: Pipeline, before: dict[str, int], actor: str) -> None:
     """Waits until all five actors are healthy again and no page is held by the dead."""
-    await asyncio.to_thread(running.wait_ready, 30)
-    deadline = time.monotonic() + 30
-    while True:
+
+    def claim() -> None:
         now = running.pids()
-        try:
-            assert set(now) == set(before) and now[actor] != before[actor], f"{before} became {now}"
-            at_rest(running)
-            return
-        except AssertionError:
-            if time.monotonic() > deadline:
-                raise
+        assert set(now) == set(before) and now[actor] != before[actor], f"{before} became {now}"
+        at_rest(running)
+
+    await asyncio.to_thread(running.wait_ready, 30)
+    await asyncio.to_thread(comes_true, claim, 30)

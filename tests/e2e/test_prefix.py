@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
-from tests.e2e.pipeline import Pipeline, collect, pipeline
+from tests.e2e.pipeline import Pipeline, collect
 
 PREFIX = list(range(1000, 2000))
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
-    # fp32, where rounding cannot turn a near-tie: with a cached prefix other shapes are multiplied
-    options = ("--dtype", "float32", "--num-blocks-override", "512")
-    with pipeline(tmp_path_factory.mktemp("prefix"), *options) as started:
-        yield started
 
 
 def body(tail: list[int], salt: str) -> dict[str, object]:
     return {"token_ids": PREFIX + tail, "max_tokens": 4, "sampling": {"temperature": 0.0}, "cache_salt": salt}
 
 
-async def test_second_request_finds_the_prefix(running: Pipeline) -> None:
-    async with running.nats() as client:
+async def test_second_request_finds_the_prefix(fp32: Pipeline) -> None:
+    async with fp32.nats() as client:
         first = await collect(client, body([5, 6, 7], "shared"))
         second = await collect(client, body([8, 9, 10, 11], "shared"))
     assert first["usage"]["cached_tokens"] == 0
@@ -32,8 +20,8 @@ async def test_second_request_finds_the_prefix(running: Pipeline) -> None:
     assert second["timings"]["compute_s"] < first["timings"]["compute_s"]
 
 
-async def test_same_prompt_three_times_answers_the_same(running: Pipeline) -> None:
-    async with running.nats() as client:
+async def test_same_prompt_three_times_answers_the_same(fp32: Pipeline) -> None:
+    async with fp32.nats() as client:
         for length in (1, 15, 16, 17, 32, 33):
             prompt = {
                 "token_ids": PREFIX[:length],
@@ -47,8 +35,8 @@ async def test_same_prompt_three_times_answers_the_same(running: Pipeline) -> No
             assert runs[1]["usage"]["cached_tokens"] == (length - 1) // 16 * 16
 
 
-async def test_another_salt_never_hits(running: Pipeline) -> None:
-    async with running.nats() as client:
+async def test_another_salt_never_hits(fp32: Pipeline) -> None:
+    async with fp32.nats() as client:
         await collect(client, body([5], "tenant-a"))
         other = await collect(client, body([5], "tenant-b"))
     assert other["usage"]["cached_tokens"] == 0

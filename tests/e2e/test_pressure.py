@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.e2e.pipeline import Pipeline, collect, pipeline
+from tests.e2e.pipeline import Pipeline, at_rest, collect, pipeline
 
 REQUESTS = 32
 NEW_TOKENS = 48
@@ -22,20 +22,12 @@ def bodies() -> list[dict[str, object]]:
     ]
 
 
-def at_rest(running: Pipeline) -> None:
-    for name, pool in running.stats()["pools"].items():
-        assert pool["filling"] == pool["active"] == pool["quarantined"] == 0, (name, pool)
-        assert pool["free"] + pool["cached"] == pool["total"], (name, pool)
-        assert pool["tails_free"] == pool["tails_total"], (name, pool)
-
-
-async def test_thirty_two_requests_through_a_small_pool(tmp_path: Path) -> None:
-    fp32 = ("--dtype", "float32", "--max-num-seqs", "32")
-    with pipeline(tmp_path / "big", *fp32, "--num-blocks-override", "600") as roomy:
-        async with roomy.nats() as client:
-            unhurried = [await collect(client, body) for body in bodies()]
+async def test_thirty_two_requests_through_a_small_pool(fp32: Pipeline, tmp_path: Path) -> None:
+    async with fp32.nats() as client:
+        unhurried = [await collect(client, body) for body in bodies()]
     # one sequence needs at most 12 pages; all of them together about 230
-    with pipeline(tmp_path / "small", *fp32, "--num-blocks-override", "48", "--max-model-len", "256") as tight:
+    small = ("--num-blocks-override", "48", "--max-model-len", "256", "--max-num-seqs", "32")
+    with pipeline(tmp_path / "small", "--dtype", "float32", *small) as tight:
         async with tight.nats() as client:
             crowd = await asyncio.gather(*(collect(client, body) for body in bodies()))
         at_rest(tight)

@@ -8,26 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.pipeline import Pipeline, pipeline
+from tests.e2e.pipeline import Pipeline
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
-def running(home: Path) -> Iterator[Pipeline]:
-    """A pipeline in the default place of a user whose home is `home`."""
-    with pipeline(home / ".local/state/kvrelay", "--num-blocks-override", "100") as started:
-        yield started
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -36,7 +23,7 @@ def environment(home: Path) -> dict[str, str]:
     return {**inherited, "HOME": str(home), "PATH": path}
 
 
-def test_the_python_client(running: Pipeline, home: Path) -> None:
+def test_the_python_client(bf16: Pipeline, home: Path) -> None:
     programs = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(programs) == 1
     command = [sys.executable, "-c", programs[0]]
@@ -45,7 +32,7 @@ def test_the_python_client(running: Pipeline, home: Path) -> None:
     assert len(done.stdout.split()) > 10
 
 
-def test_the_shell_commands(running: Pipeline, home: Path) -> None:
+def test_the_shell_commands(bf16: Pipeline, home: Path) -> None:
     lines = re.findall(r"^    (kvrelay (?:generate|stats).*)$", README, re.MULTILINE)
     assert len(lines) >= 3
     for line in lines:
@@ -55,12 +42,12 @@ def test_the_shell_commands(running: Pipeline, home: Path) -> None:
         assert done.stdout.strip(), line
 
 
-def test_curl(running: Pipeline) -> None:
+def test_curl(bf16: Pipeline) -> None:
     found = re.search(r"^    (curl .*?'\{.*?\}')$", README, re.MULTILINE | re.DOTALL)
     assert found is not None
     words = shlex.split(found[1])
     assert words[1] == "http://127.0.0.1:8000/v1/chat/completions"
-    words[1] = words[1].replace("http://127.0.0.1:8000", running.url)
+    words[1] = words[1].replace("http://127.0.0.1:8000", bf16.url)
     try:
         done = subprocess.run([*words, "--silent"], capture_output=True, text=True, timeout=120, check=False)
     except FileNotFoundError:

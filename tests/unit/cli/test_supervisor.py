@@ -14,6 +14,7 @@ import pytest
 from services.cli.child import Child
 from services.cli.supervisor import HOPELESS, TRIES, Process, Supervisor, explain
 from shared.errors import Misconfigured
+from tests.support.processes import alive
 
 SLEEP = "import time; time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
@@ -34,11 +35,6 @@ class Exits:
 
 def child(tmp_path: Path, code: str, name: str = "decode") -> Child:
     return Child(name, "decode", {}, tmp_path / f"{name}.log", (sys.executable, "-c", code))
-
-
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 async def started(process: Child, after: int) -> int:

@@ -19,6 +19,7 @@ from shared.models import catalogue
 from shared.models.files import ModelFiles, prepare
 from shared.models.weight_file import TensorSpec, WeightReader, WeightWriter, file_bytes
 from tests.support import tiny_models
+from tests.support.processes import mappings
 
 ROOT = Path(__file__).parents[3]
 
@@ -267,26 +268,13 @@ def test_two_workers_share_one_copy(tmp_path: Path) -> None:
         for process in processes:
             assert process.stdout and process.stdout.readline() == "mapped\n"
         for process in processes:
-            usage = smaps(process.pid, path)
-            assert usage["Rss"] >= 32 * 1024
+            [usage] = [sizes for mapped, sizes in mappings(process.pid) if mapped == path]
+            assert usage["Rss"] >= 32 << 20
             assert usage["Pss"] <= usage["Rss"] * 0.55
             assert usage["Private_Dirty"] == 0
     finally:
         for process in processes:
             process.communicate("\n", timeout=30)
-
-
-def smaps(pid: int, path: str) -> dict[str, int]:
-    """KiB of the mappings of `path` in process `pid`, by kind."""
-    total: dict[str, int] = {}
-    inside = False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if not head.endswith(":"):
-            inside = line.endswith(path)
-        elif inside and line.endswith(" kB"):
-            total[head[:-1]] = total.get(head[:-1], 0) + int(line.split()[1])
-    return total
 
 
 def test_waiting_for_the_lock_ends_with_the_holder(cache: Path, model: Path) -> None:

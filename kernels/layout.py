@@ -127,7 +127,7 @@ def parse_kv_cache_dtype(
         return formats.load(known).name
 
     both = _PAIRS.get(name, (name, name))
-    k_name, v_name = k or both[0] or "auto", v or both[1]
+    k_name, v_name = both[0] or "auto" if k is None else k, both[1] if v is None else v
     return one(k_name), one(v_name)
 
 

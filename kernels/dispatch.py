@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -50,16 +51,25 @@ class Ops:
         return f"Ops({self.name!r})"
 
 
-def _why_not(backend: str) -> str:
-    """Why `backend` cannot run here, or the empty string."""
+def reference_ops() -> Ops:
+    """The reference, which runs on every device."""
+    return Ops("reference")
+
+
+def _why_not(backend: str, device: str) -> str:
+    """Why `backend` cannot work on memory of `device` here, or the empty string."""
     if backend == "triton":
-        if not torch.cuda.is_available():
-            return "no CUDA device"
+        if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "the pool is not on a GPU"
+        if device == "cuda" and not torch.cuda.is_available():
+            return "torch sees no CUDA device (a CPU build of torch, or no driver)"
         try:
             importlib.import_module("triton")
         except ImportError as error:
             return f"triton cannot be imported: {error}"
     if backend == "cpu":
+        if device != "cpu":
+            return "the pool is on a GPU"
         from kernels.cpu import build
 
         try:
@@ -70,18 +80,21 @@ def _why_not(backend: str) -> str:
 
 
 @cache
-def select(name: str = "auto") -> Ops:
-    """The ops of backend `name`; "auto" takes the first of `BACKENDS` that can run here and says so once."""
+def select(name: str = "auto", device: str = "cpu") -> Ops:
+    """The ops of backend `name` for memory on `device` ("cpu" or "cuda").
+
+    "auto" takes the first of `BACKENDS` that can run here and says so once; in Triton's interpreter never triton.
+    """
     if name == "auto":
         reasons: list[str] = []
-        for backend in BACKENDS:
-            reason = _why_not(backend)
+        for backend in BACKENDS if device == "cuda" else BACKENDS[1:]:
+            reason = _why_not(backend, device)
             if not reason:
                 log.info("kernels: %s%s", backend, f" ({'; '.join(reasons)})" if reasons else "")
                 return Ops(backend)
             reasons.append(f"{backend}: {reason}")
     if name not in BACKENDS:
         raise ValueError(f"kernels must be auto, {', '.join(BACKENDS)}; not {name!r}")
-    if reason := _why_not(name):
+    if reason := _why_not(name, device):
         raise BackendUnavailable(f"kernels={name}: {reason}")
     return Ops(name)

@@ -64,7 +64,7 @@ class PoolScales:
         """Before full tails are sealed. tails uint8 [slots, tail_bytes]; slots int32 [n]."""
         layout, kind = self._layout, formats.load(self._layout.tail_format).dtype  # type: ignore[attr-defined]
         full = tails[slots.long()].view(kind).view(slots.numel(), layout.layers, 2, layout.shape.elements)
-        limits = self._limits[None, :, :, None]
+        limits = self._limits.to(full.device)[None, :, :, None]
         self.clipped += int((full.abs() > limits).sum())
         self.stored += slots.numel() * int(self._limits.isfinite().sum()) * layout.shape.elements
 

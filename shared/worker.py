@@ -20,7 +20,7 @@ from shared.messages import Empty, PoolCreated, PoolDescription, Preempt, TokenB
 from shared.models.files import ModelFiles, prepare
 from shared.models.runtime import Memory, load, pool_scales
 from shared.models.transformer import Transformer
-from shared.pool import Pool
+from shared.pool import Pool, device_of
 from shared.pool.layout import cache_for
 from shared.pool_client import PoolClient
 from shared.route import handles, listens
@@ -133,7 +133,8 @@ class Worker(Actor):
         return self._loaded and self.engine.step()
 
     def _load(self) -> Engine:
-        model = load(self.files, self.files.dtype, self.settings.kernels, self.threads)
+        device = device_of(getattr(self.settings, self.pool_setting))
+        model = load(self.files, self.files.dtype, self.settings.kernels, self.threads, device)
         engine = self.make_engine(model)
         engine.warm_up(self.layout, self.files.config.vocab_size)
         if self.scales is not None:

@@ -184,7 +184,8 @@ def seal_tails(
     block_ids: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """The contract of `kernels.reference.seal_tails`."""
+    """The contract of `kernels.reference.seal_tails`; indices may be on the host."""
+    slots, block_ids = slots.to(pages.device), block_ids.to(pages.device)
     for layer in range(layout.layers):
         k, v = (side_[slots.long()] for side_ in tail_views(tails, layout, layer))
         steps = (k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1))
@@ -201,6 +202,8 @@ def _launch(
         raise ValueError(f"{place.k_format}/{place.v_format} needs scales that outlive a page; give kv_scales_path")
     if not block_ids.numel():
         return
+    block_ids = block_ids.to(pages.device)
+    scales = None if scales is None else scales.to(pages.device)
     seal_kernel[(block_ids.numel(), layout.kv_heads)](
         k, v, pages, block_ids, k if scales is None else scales, *steps, layer, place.offset,
         **constants(layout, place), num_warps=4, enable_fp_fusion=False,

@@ -18,11 +18,12 @@ def append_kernel(
     TAIL_BYTES: tl.constexpr, TAIL_V: tl.constexpr, TAIL_RAW: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, KV_HEADS)."""
+    """Grid (T, KV_HEADS). A negative slot is nobody's: padding of a captured step."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
     d = tl.arange(0, DIM_PAD)
-    inside = d < HEAD_DIM
-    own = tails + tl.load(slots + row).to(tl.int64) * TAIL_BYTES + tail_offset
+    inside = d < tl.where(slot >= 0, HEAD_DIM, 0)
+    own = tails + slot * TAIL_BYTES + tail_offset
     place = (head * BLOCK_SIZE + tl.load(positions + row)) * HEAD_DIM + d
     key = tl.load(k + row * k_row + head * k_head + d, mask=inside, other=0.0)
     tl.store(own.to(tl.pointer_type(TAIL_RAW)) + place, key.to(TAIL_RAW), mask=inside)
@@ -33,7 +34,10 @@ def append_kernel(
 def append_tails(
     tails: Tensor, layout: PageLayout, layer: int, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor
 ) -> None:
-    """The contract of `kernels.reference.tails`; the last dimension of k and v must be contiguous."""
+    """The contract of `kernels.reference.tails`; the last dimension of k and v must be contiguous.
+
+    Rows with a negative slot are left out.
+    """
     place, dim = layout.layer(layer), layout.head_dim
     if k.stride(2) != 1 or v.stride(2) != 1:
         raise ValueError("append_tails takes k and v with contiguous channels")

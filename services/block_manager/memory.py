@@ -15,9 +15,8 @@ from shared.errors import Misconfigured
 from shared.handles import Layout
 from shared.messages import PoolDescription, PoolStats
 from shared.models.files import ModelFiles
-from shared.pool import shm
+from shared.pool import Pool, create, cuda_ipc, kind_of, shm
 from shared.pool.layout import geometry, layout_for
-from shared.pool.shm import ShmPool
 from shared.settings import BlockManagerSettings
 
 _LEASES_PER_EPOCH = 21
@@ -29,7 +28,7 @@ class Memory:
 
     layout: Layout
     geometry: PageLayout
-    pools: dict[str, ShmPool]
+    pools: dict[str, Pool]
     node: Node
     max_model_len: int
 
@@ -38,12 +37,19 @@ class Memory:
         """Reserves the memory. Raises Misconfigured if it does not fit the machine, or the settings the model."""
         layout = layout_for(files, settings)
         names = list(dict.fromkeys((settings.prefill_pool, settings.decode_pool)))
-        blocks = blocks_of(settings, layout, shm.directory(), len(names))
+        on_gpu = any(kind_of(name) == "cuda_ipc" for name in names)
+        if on_gpu and len(names) > 1:
+            raise Misconfigured(
+                f"pages are not copied between {' and '.join(names)}: with a GPU, prefill_pool and decode_pool "
+                "must be the same"
+            )
+        room = cuda_ipc.room(names[0]) if on_gpu else None
+        blocks = blocks_of(settings, layout, shm.directory(), len(names), room)
         max_model_len = _max_model_len(settings, files.config.context_length, blocks)
-        pools: dict[str, ShmPool] = {}
+        pools: dict[str, Pool] = {}
         try:
             for name in names:
-                pools[name] = shm.create(name, settings.state_dir, layout, blocks, tails_of(settings))
+                pools[name] = create(name, settings.state_dir, layout, blocks, tails_of(settings))
         except Misconfigured:
             for pool in pools.values():
                 pool.close()
@@ -75,7 +81,7 @@ class Memory:
         pool = self.pools[name]
         return PoolDescription(
             pool=name,
-            kind="shm",
+            kind=kind_of(name),
             path=str(pool.path),
             epoch=pool.epoch,
             blocks=pool.blocks,

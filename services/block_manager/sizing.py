@@ -28,13 +28,18 @@ def available_memory() -> int:
     return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
-def blocks_of(settings: BlockManagerSettings, layout: Layout, shm: Path, pools: int) -> int:
+def blocks_of(
+    settings: BlockManagerSettings, layout: Layout, shm: Path, pools: int, device_room: int | None = None
+) -> int:
     """Pages of each of `pools` pools: as set, else 1 GiB or what the machine allows (a quarter of the memory that is
-    available, 80 % of the shared memory, shared by the pools). Raises Misconfigured below 4."""
+    available, 80 % of the shared memory, shared by the pools), or `device_room` bytes for a pool on a GPU. Raises
+    Misconfigured below 4."""
     if settings.num_blocks_override is not None:
         blocks = settings.num_blocks_override
     elif settings.kv_cache_memory_bytes is not None:
         blocks = settings.kv_cache_memory_bytes // layout.page_bytes
+    elif device_room is not None:
+        blocks = (device_room - tails_of(settings) * layout.tail_bytes) // layout.page_bytes
     else:
         room = min(MEMORY_SHARE * available_memory(), SHM_SHARE * shutil.disk_usage(shm).free) / pools
         blocks = int(min(DEFAULT_BYTES, room) - tails_of(settings) * layout.tail_bytes) // layout.page_bytes

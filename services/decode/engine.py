@@ -146,7 +146,7 @@ class DecodeEngine:
     def warm_up(self, layout: Layout, vocab_size: int) -> None:
         """Runs a sequence across a page border in private memory, so that kernels are built and weights in memory."""
         size = layout.block_size
-        self.map(Memory.private(layout, 2, 1))
+        self.map(Memory.private(layout, 2, 1, self._model.device))
         tokens = np.arange(size, dtype=np.int64) % vocab_size
         sampler = Sampler(
             Sampling(temperature=0.0, ignore_eos=True),
@@ -218,6 +218,7 @@ class DecodeEngine:
             self._model.ops.seal_tails(
                 memory.pages, memory.tails, memory.layout, slots, blocks, scales=self._scale_tensor
             )
+            memory.fence()
         return [seal for seal in seals if self._owns(seal)]
 
     def _owns(self, seal: Seal) -> bool:

@@ -104,7 +104,7 @@ class PrefillEngine:
     def warm_up(self, layout: Layout, vocab_size: int) -> None:
         """Runs one prompt through private memory, so that kernels are built and weights are in memory."""
         size = layout.block_size
-        self.map(Memory.private(layout, 2, 1))
+        self.map(Memory.private(layout, 2, 1, self._model.device))
         tokens = np.arange(2 * size + 1, dtype=np.int64) % vocab_size
         table = np.arange(2, dtype=np.int32)
         prompt = Prompt(("warm-up", 0), tokens, table, table.astype(np.uint32), 0, 0, 0, size)

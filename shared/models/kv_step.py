@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +39,23 @@ class KVStep:
     """fp32 [layers, 2] (K, V) where a format's scale outlives a page, or None"""
     observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
     """Prefill only: sees layer, k and v [T, kv_heads, head_dim] before they are stored."""
+
+    def to(self, device: torch.device) -> KVStep:
+        """This step with its plan and tables on `device`, where pages and tails are already."""
+        if device.type == "cpu":
+            return self
+        batch, moved = self.batch, {}
+        for field in dataclasses.fields(batch):
+            value = getattr(batch, field.name)
+            moved[field.name] = value.to(device) if isinstance(value, torch.Tensor) else value
+        return dataclasses.replace(
+            self,
+            batch=Batch(**moved),
+            append_slots=self.append_slots.to(device),
+            append_positions=self.append_positions.to(device),
+            seal_blocks=None if self.seal_blocks is None else self.seal_blocks.to(device),
+            scales=None if self.scales is None else self.scales.to(device),
+        )
 
     @property
     def seal_rows(self) -> int:

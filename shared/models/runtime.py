@@ -15,17 +15,22 @@ from shared.errors import Misconfigured
 from shared.handles import Layout
 from shared.models.files import ModelFiles
 from shared.models.transformer import Transformer
-from shared.pool import Pool
+from shared.pool import Pool, device_of
 from shared.pool.layout import geometry
 
 
-def load(files: ModelFiles, dtype: str, kernels: str, threads: int) -> Transformer:
-    """The model on `threads` threads with the ops of backend `kernels`. Misconfigured if they cannot run here."""
+def load(files: ModelFiles, dtype: str, kernels: str, threads: int, device: str = "cpu") -> Transformer:
+    """The model on `device` (`cpu` on `threads` threads, or `cuda:<N>`) with the ops of backend `kernels`.
+
+    Raises Misconfigured if they cannot run here.
+    """
+    if device != "cpu" and not torch.cuda.is_available():
+        raise Misconfigured(f"torch cannot use {device}: it needs a CUDA build of torch and the NVIDIA driver")
     try:
-        ops: Ops = dispatch.select(kernels)
+        ops: Ops = dispatch.select(kernels, device.partition(":")[0])
     except (ValueError, dispatch.BackendUnavailable) as error:
         raise Misconfigured(str(error)) from error
-    return Transformer(files, dtype, ops, threads)
+    return Transformer(files, dtype, ops, threads, device)
 
 
 def pool_scales(scales: ScaleFile, layout: Layout) -> PoolScales:
@@ -47,10 +52,18 @@ class Memory:
     @classmethod
     def of(cls, pool: Pool, layout: Layout) -> Memory:
         """The tensors share the pool's memory and keep it mapped."""
-        return cls(torch.from_numpy(pool.pages), torch.from_numpy(pool.tails), geometry(layout), pool)
+        device = device_of(pool.name)
+        pages, tails = (torch.as_tensor(memory, device=device) for memory in (pool.pages, pool.tails))
+        return cls(pages, tails, geometry(layout), pool)
 
     @classmethod
-    def private(cls, layout: Layout, blocks: int, tails: int) -> Memory:
+    def private(cls, layout: Layout, blocks: int, tails: int, device: torch.device | str = "cpu") -> Memory:
         """Zeroed memory of this process."""
-        pages = torch.zeros(blocks, layout.page_bytes, dtype=torch.uint8)
-        return cls(pages, torch.zeros(tails, layout.tail_bytes, dtype=torch.uint8), geometry(layout))
+        pages = torch.zeros(blocks, layout.page_bytes, dtype=torch.uint8, device=device)
+        slots = torch.zeros(tails, layout.tail_bytes, dtype=torch.uint8, device=device)
+        return cls(pages, slots, geometry(layout))
+
+    def fence(self) -> None:
+        """Returns when everything written so far is in the pages: they may be published then."""
+        if self.pages.is_cuda:
+            torch.cuda.current_stream(self.pages.device).synchronize()

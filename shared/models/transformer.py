@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from kernels.cpu import build
-from kernels.dispatch import Ops
+from kernels.dispatch import Ops, reference_ops
 from kernels.reference.linear import linear
-from kernels.reference.rms_norm import rms_norm
-from kernels.reference.rope import rope
-from kernels.reference.silu_mul import silu_mul
 from shared.models.files import ModelFiles
+from shared.models.graphs import DecodeGraphs
 from shared.models.kv_step import KVStep
 from shared.models.native import NativeStep
 from shared.models.rope import inverse_frequencies
@@ -22,17 +20,23 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class Transformer:
-    """One model on one device. The residual stream is float32, everything else the compute dtype."""
+    """One model on one device. The residual stream is float32, everything else the compute dtype.
 
-    def __init__(self, files: ModelFiles, dtype: str, ops: Ops, threads: int) -> None:
+    On a GPU `forward` takes tensors of the host as well as of the device, and has finished when it returns.
+    """
+
+    def __init__(self, files: ModelFiles, dtype: str, ops: Ops, threads: int, device: str = "cpu") -> None:
         self.config = files.config
         self.dtype = DTYPES[dtype]
         self.ops = ops
         self.threads = threads
         torch.set_num_threads(threads)
-        self._weights = map_tensors(files.weights)
+        self.device = torch.device(device)
+        self._weights = {name: weight.to(self.device) for name, weight in map_tensors(files.weights).items()}
         self._head = self._weights["embed" if self.config.tie_embeddings else "head"]
-        self._cos, self._sin = self._rotations()
+        self._cos, self._sin = (table.to(self.device) for table in self._rotations())
+        self._rows = ops if ops.name == "triton" else reference_ops()
+        self._graphs = DecodeGraphs(self.device, self._compute) if self.device.type == "cuda" else None
         self._native: NativeStep | None = None
         if NativeStep.possible(files, self.dtype, ops):
             build.set_threads(threads)
@@ -54,7 +58,20 @@ class Transformer:
         """
         if self._native is not None:
             return self._native.forward(tokens, positions, kv, logits_rows)
-        config, weights = self.config, self._weights
+        rows = torch.as_tensor(logits_rows, dtype=torch.int64)
+        if self._graphs is not None and DecodeGraphs.possible(kv, tokens.numel(), rows.numel()):
+            return self._graphs.run(tokens, positions, kv).cpu()
+        here = self.device
+        logits = self._compute(tokens.to(here), positions.to(here), kv.to(here), rows.to(here)).cpu()
+        if here.type == "cuda":
+            torch.cuda.current_stream(here).synchronize()  # pages are published once this returns
+        return logits
+
+    def _compute(
+        self, tokens: torch.Tensor, positions: torch.Tensor, kv: KVStep, logits_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """`forward` with everything on the device, waiting for nothing."""
+        config, weights, rms_norm, silu_mul = self.config, self._weights, self._rows.rms_norm, self._rows.silu_mul
         hidden = weights["embed"][tokens].float()
         cos, sin = self._cos[positions], self._sin[positions]
         for layer in range(config.layers):
@@ -63,19 +80,18 @@ class Transformer:
             attended = self._attention(x, cos, sin, kv, layer, prefix)
             x = rms_norm(attended, weights[prefix + "post_norm"], config.rms_eps, residual=hidden)
             hidden += linear(silu_mul(linear(x, weights[prefix + "gate_up"])), weights[prefix + "down"])
-        rows = torch.as_tensor(logits_rows, dtype=torch.int64)
-        return linear(rms_norm(hidden[rows], weights["norm"], config.rms_eps), self._head).float()
+        return linear(rms_norm(hidden[logits_rows], weights["norm"], config.rms_eps), self._head).float()
 
     def _attention(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: KVStep, layer: int, prefix: str
     ) -> torch.Tensor:
-        config, weights, rows = self.config, self._weights, x.shape[0]
+        config, weights, rows, rms_norm = self.config, self._weights, x.shape[0], self._rows.rms_norm
         qkv = linear(x, weights[prefix + "qkv"], weights.get(prefix + "qkv_bias"))
         qkv = qkv.view(rows, config.heads + 2 * config.kv_heads, config.head_dim)
         q, k, v = qkv.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
         if config.qk_norm:
             q = rms_norm(q, weights[prefix + "q_norm"], config.rms_eps)
             k = rms_norm(k, weights[prefix + "k_norm"], config.rms_eps)
-        rope(q, k, cos, sin)
+        self._rows.rope(q, k, cos, sin)
         attended = kv.write_and_attend(self.ops, config, layer, q, k, v)
         return linear(attended.reshape(rows, -1), weights[prefix + "o"])

@@ -2,7 +2,8 @@
 
 A kind's module has `attach(description) -> Pool`. What holds for every kind:
 
-- `pages` is uint8 [blocks, page_bytes], `tails` uint8 [tails, tail_bytes], mapped memory shared by all processes;
+- `pages` is uint8 [blocks, page_bytes], `tails` uint8 [tails, tail_bytes], mapped memory shared by all processes (numpy
+  arrays in host memory, objects with `__cuda_array_interface__` on a GPU);
 - `generations` is uint32 [blocks + tails], written by the block manager alone, *before* it grants a slot again;
 - `live_epoch()` reads the incarnation from shared memory; once it differs from `epoch`, nothing here may be trusted;
 - mapped memory stays readable until `close()`, even if the owner has died: a reader can be stale, it cannot crash.
@@ -11,6 +12,7 @@ A kind's module has `attach(description) -> Pool`. What holds for every kind:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +24,7 @@ class Pool(ABC):
     """Mapped pages and tails of one incarnation of one pool."""
 
     name: str
+    path: Path
     epoch: int
     blocks: int
     slots: int

@@ -226,7 +226,7 @@ def _explained(error: OSError, name: str, geometry: Geometry) -> Misconfigured:
         free = shutil.disk_usage(place).free
     except OSError:
         free = 0
-    fits = max(0, free - geometry.pages_at) // geometry.page_bytes
+    fits = max(0, free - geometry.pages_at) // max(1, geometry.page_bytes)
     return Misconfigured(
         f"pool {name} needs {geometry.total / 2**20:.0f} MiB of shared memory and {place} has {free / 2**20:.0f} MiB "
         "free. "

@@ -13,12 +13,12 @@ from shared.errors import Stale
 from shared.pool import Pool, attach
 from tests.support.pools import describe, handles, make_pool, tiny_layout
 
-NOT_KINDS = {"base", "layout"}
+NOT_KINDS = {"base", "layout", "cuda_driver"}
 
 
 def test_every_kind_has_a_contract_run() -> None:
     kinds = {module.name for module in iter_modules(shared.pool.__path__)} - NOT_KINDS
-    assert kinds == {"shm"}
+    assert kinds == {"shm", "cuda_ipc"}  # the latter: tests/unit/pool/test_cuda_ipc.py
 
 
 @pytest.fixture

@@ -1,0 +1,104 @@
+"""Decode steps as CUDA graphs: one launch for a whole step instead of a dozen a layer.
+
+A graph is captured for a number of rows (a power of two) and a bound on the pages of a sequence (a power of two, which
+only decides how work is split). Its inputs are one buffer on the device, filled by one copy from page-locked memory.
+Rows beyond the batch have no keys and append to slot -1, which the kernels skip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention import Batch
+from shared.models.kv_step import KVStep
+
+Forward = Callable[[torch.Tensor, torch.Tensor, KVStep, torch.Tensor], torch.Tensor]
+WARM_UPS = 2
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    staging: torch.Tensor
+    inputs: torch.Tensor
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """Graphs over one pool's memory; another pool, or another width of the tables, starts afresh."""
+
+    def __init__(self, device: torch.device, forward: Forward) -> None:
+        self._device, self._forward = device, forward
+        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self._of: tuple[int, int, int, int] | None = None
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @staticmethod
+    def possible(kv: KVStep, count: int, rows: int) -> bool:
+        """Plain decode: one query a sequence, whose logits are all wanted."""
+        batch = kv.batch
+        return kv.seal_blocks is None and batch.max_query == 1 and batch.kv_head_tables is None and count == rows > 0
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, kv: KVStep) -> torch.Tensor:
+        """Logits float32 [T, vocab] on the device; they are overwritten by the next step."""
+        count, width = tokens.numel(), kv.batch.tables.stride(0)
+        scales = 0 if kv.scales is None else kv.scales.data_ptr()
+        of = (kv.pages.data_ptr(), kv.tails.data_ptr(), width, scales)
+        if of != self._of:
+            self._graphs.clear()
+            self._of = of
+        key = (_power(count), min(_power(max(kv.batch.max_pages, 1)), width))
+        found = self._graphs.get(key)
+        if found is None:
+            found = self._graphs[key] = self._capture(kv, *key, width)
+        rows = key[0]
+        fields = _fields(found.staging, rows, width)
+        fields[0][:count], fields[1][:count] = tokens, positions
+        given = (kv.batch.page_counts, kv.batch.tail_slots, kv.batch.tail_lengths, kv.append_slots, kv.append_positions)
+        for field, values in zip(fields[2:7], given, strict=True):
+            field[:count] = values
+        fields[7][:count, : kv.batch.max_pages] = kv.batch.tables[:, : kv.batch.max_pages]
+        for field, padding in zip(fields[:7], (0, 0, 0, 0, 0, -1, 0), strict=True):
+            field[count:] = padding
+        found.inputs.copy_(found.staging, non_blocking=True)
+        found.graph.replay()
+        return found.logits[:count]
+
+    def _capture(self, kv: KVStep, rows: int, max_pages: int, width: int) -> _Captured:
+        staging = torch.zeros(rows * (7 + width), dtype=torch.int32, pin_memory=True)
+        _fields(staging, rows, width)[5].fill_(-1)
+        inputs = staging.to(self._device)
+        tokens, positions, counts, slots, lengths, append_slots, append_positions, tables = _fields(inputs, rows, width)
+        batch = Batch(
+            tables=tables,
+            page_counts=counts,
+            tail_slots=slots,
+            tail_lengths=lengths,
+            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
+            max_pages=max_pages,
+            max_query=1,
+        )
+        step = KVStep(kv.pages, kv.tails, kv.layout, batch, append_slots, append_positions, scales=kv.scales)
+        wanted = torch.arange(rows, device=self._device)
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):  # compiles what must not be compiled while capturing
+                self._forward(tokens.long(), positions.long(), step, wanted)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._forward(tokens.long(), positions.long(), step, wanted)
+        return _Captured(graph, staging, inputs, logits)
+
+
+def _fields(buffer: torch.Tensor, rows: int, width: int) -> list[torch.Tensor]:
+    """Views of int32 [rows * (7 + width)]: seven of [rows], then the tables [rows, width]."""
+    return [*buffer[: 7 * rows].view(7, rows), buffer[7 * rows :].view(rows, width)]
+
+
+def _power(value: int) -> int:
+    return 1 << (value - 1).bit_length()

@@ -1,0 +1,148 @@
+"""Pools on a GPU, under a driver in C that keeps device memory in files: handles, epochs, geometry between processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared import pool
+from shared.errors import Misconfigured
+from shared.pool import cuda_ipc
+
+ROOT = Path(__file__).parents[3]
+CALLS = """
+import sys, threading
+from pathlib import Path
+from shared.errors import Conflict, Misconfigured, Stale
+from shared.messages import PoolDescription
+from shared.pool import attach, create, cuda_ipc
+from tests.support.pools import handles, tiny_layout
+
+def describe(pool):
+    return PoolDescription(pool=pool.name, kind="cuda_ipc", path=str(pool.path), epoch=pool.epoch, blocks=pool.blocks,
+                           tails=pool.slots, layout=tiny_layout(), max_model_len=16)
+
+def at(memory, row):
+    return memory.__cuda_array_interface__["data"][0] + row * memory.shape[1]
+"""
+OWNER = (
+    CALLS
+    + """
+pool = create("cuda1-decode", sys.argv[1], tiny_layout(), 8, 2)
+assert (pool.pages.shape, pool.tails.shape, pool.generations.shape) == ((8, 4096), (2, 1024), (10,))
+pool.device.write(at(pool.pages, 7), b"page seven")
+pool.generations[7] = 3
+print(describe(pool).model_dump_json(), flush=True)
+sys.stdin.readline()
+assert pool.device.read(at(pool.tails, 1), 4) == b"tail"
+pool.close()
+pool.close()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+)
+READER = (
+    CALLS
+    + """
+description = PoolDescription.model_validate_json(sys.argv[1])
+pool = attach(description)
+assert pool.device.index == 1 and pool.epoch == description.epoch
+seen = []
+thread = threading.Thread(target=lambda: seen.append(pool.device.read(at(pool.pages, 7), 10)))
+thread.start(), thread.join()
+assert seen == [b"page seven"]
+table, tail = handles(pool, [7], 1)
+pool.check(table, tail=tail)
+for wrong, error in (({"epoch": description.epoch ^ 1}, Stale), ({"blocks": 9}, Conflict),
+                     ({"layout": tiny_layout(8192)}, Conflict)):
+    try:
+        attach(description.model_copy(update=wrong))
+    except error:
+        continue
+    raise AssertionError(wrong)
+pool.device.write(at(pool.tails, 1), b"tail")
+print("read", flush=True)
+sys.stdin.readline()
+try:
+    pool.check(table)
+except Stale:
+    assert pool.device.read(at(pool.pages, 7), 10) == b"page seven"
+    pool.close(), pool.close()
+    print("stale", flush=True)
+"""
+)
+REFUSED = (
+    CALLS
+    + """
+for name, blocks, text in (("cuda5", 8, "2 visible"), ("cuda0", 400, "num-blocks-override"), ("cpu0", 8, "cuda<N>")):
+    try:
+        cuda_ipc.create(name, sys.argv[1], tiny_layout(), blocks, 2)
+    except Misconfigured as error:
+        assert text in str(error), error
+        continue
+    raise AssertionError(name)
+assert cuda_ipc.room("cuda0") == 1 << 19
+"""
+)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    library, source = tmp_path / "libcuda.so.1", ROOT / "tests" / "support" / "fake_cuda.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    own = {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_CUDA_DIR": str(tmp_path), "KVRELAY_SHM_DIR": str(tmp_path)}
+    return os.environ | own | {"PYTHONPATH": str(ROOT)}
+
+
+def start(text: str, argument: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", text, argument], env=environment, text=True, cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_worker_reads_and_writes_what_the_block_manager_owns(environment: dict[str, str], tmp_path: Path) -> None:
+    owner = start(OWNER, str(tmp_path), environment)
+    assert owner.stdin is not None and owner.stdout is not None
+    reader = start(READER, owner.stdout.readline().strip(), environment)
+    assert reader.stdin is not None and reader.stdout is not None
+    assert reader.stdout.readline() == "read\n"
+    owner.stdin.write("\n")
+    owner.stdin.flush()
+    assert owner.stdout.readline() == "closed\n"
+    assert reader.communicate("\n", timeout=30)[0] == "stale\n"
+    assert owner.communicate("\n", timeout=30) is not None
+    assert (owner.returncode, reader.returncode) == (0, 0)
+
+
+def test_what_cannot_be_is_refused_and_leaves_nothing_behind(environment: dict[str, str], tmp_path: Path) -> None:
+    refused = start(REFUSED, str(tmp_path), environment)
+    refused.communicate(timeout=30)
+    assert refused.returncode == 0
+    assert not list(tmp_path.glob("kvrelay-*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "device"),
+    [("cpu0", "shm", "cpu"), ("cuda0", "cuda_ipc", "cuda:0"), ("cuda12-decode", "cuda_ipc", "cuda:12"),
+     ("cudax", "shm", "cpu"), ("cuda", "shm", "cpu")],
+)  # fmt: skip
+def test_names_say_where_a_pool_is(name: str, kind: str, device: str) -> None:
+    assert (pool.kind_of(name), pool.device_of(name)) == (kind, device)
+
+
+def test_without_a_driver_the_text_says_so(tmp_path: Path) -> None:
+    try:
+        cuda_ipc.room("cuda0")
+    except Misconfigured as error:
+        assert "NVIDIA driver" in str(error)
+    else:
+        pytest.skip("there is a GPU here")

@@ -38,7 +38,9 @@ def test_concurrent_first_use_builds_once(tmp_path: Path) -> None:
     sources.mkdir()
     for path in [*build.SOURCES.glob("*.h"), *(build.SOURCES / name for name in QUICK)]:
         shutil.copy(path, sources)
-    code = f"from pathlib import Path; from kernels.cpu import build; build.SOURCES = Path({str(sources)!r}); {PRINT_PATH}"
+    code = (
+        f"from pathlib import Path; from kernels.cpu import build; build.SOURCES = Path({str(sources)!r}); {PRINT_PATH}"
+    )
     environment = {"KVRELAY_CACHE_DIR": str(tmp_path / "cache"), "CC": str(compiler), "KVRELAY_CPU_ISA": "portable"}
     outputs = [process.communicate() for process in [run(environment, code) for _ in range(3)]]
     assert len({out for out, _ in outputs}) == 1, outputs

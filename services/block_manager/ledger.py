@@ -23,11 +23,11 @@ import numpy as np
 from services.block_manager import eviction
 from services.block_manager.hits import HitCounter
 from services.block_manager.holds import Holds
-from services.block_manager.leases import Extension, LeaseRecord
+from services.block_manager.leases import Extension, LeaseRecord, Leases
 from services.block_manager.pages import SEALED, Pages
 from services.block_manager.reserve import base_reserve, longest
 from services.block_manager.tails import Tails
-from shared.errors import BadRequest, Busy, Conflict, Stale, TooLarge
+from shared.errors import BadRequest, Busy, Conflict, TooLarge
 from shared.handles import BlockTable, TailHandle, pack_u32
 
 LEASE_S: Final = 9.0
@@ -58,10 +58,10 @@ class Ledger:
         self.max_model_len = min(max_model_len or bound, bound)
         self.pages = Pages(blocks, generations[:blocks], eviction.create(policy, blocks))
         self.tails = Tails(tails, generations[blocks:])
-        self.leases: dict[int, LeaseRecord] = {}
+        self.leases = Leases()
         self.holds = Holds(self.pages, self.tails)
         self.hits = HitCounter()
-        self.expired_leases = self.unknown_leases = 0
+        self.expired_leases = 0
         self._clock = clock
         self._ids = ids or count(1)
         self._base_reserve = base_reserve(blocks)
@@ -159,14 +159,14 @@ class Ledger:
         """More pages, per (lease, pages) in order, each all or nothing."""
         result = Extension()
         for lease, pages in items:
-            record = self._held(lease, holder)
+            record = self.leases.held(lease, holder)
             if record is None:
                 result.lost.append(lease)
                 result.granted.append([])
                 continue
             room = pages <= self.pages.available
             if not room:
-                victim = self._victim()
+                victim = self.leases.victim(self.pages.refs)
                 result.victim = result.victim or victim
                 room = victim is None and pages <= self.pages.available + self.pages.idle_pins
             blocks = self.pages.take(pages, near=record.pages[-1] + 1 if record.pages else None) if room else []
@@ -174,24 +174,12 @@ class Ledger:
             result.granted.append(blocks)
         return result
 
-    def _victim(self) -> LeaseRecord | None:
-        """The sequence to preempt: one already asked to go, else the least important one whose end frees a page."""
-        running = sorted((r for r in self.leases.values() if r.decoding), key=lambda record: record.rank)
-        for record in running:
-            if record.preempting:
-                return record
-        for record in reversed(running[1:]):
-            if any(self.pages.refs[block] == 1 for block in record.pages):
-                record.preempting = True
-                return record
-        return None
-
     def commit(self, holder: str, lease: int, start: int, keys: list[bytes]) -> bool:
         """Publishes pages `start …` of the lease. False (and counted) if it is not `holder`'s lease any more.
 
         Committing a page again under the same key changes nothing; under another key it is a Conflict.
         """
-        record = self._held(lease, holder)
+        record = self.leases.held(lease, holder)
         if record is None:
             return False
         blocks = record.pages[start : start + len(keys)]
@@ -207,34 +195,20 @@ class Ledger:
         return True
 
     def adopt(self, lease: int, holder: str) -> LeaseRecord:
-        """`holder` takes the lease over and will decode it. The same holder may ask again; a second one may not."""
-        record = self.leases.get(lease)
-        if record is None:
-            self.unknown_leases += 1
-            raise Stale(f"lease {lease} of pool {self.pool} is gone; recompute")
-        if record.decoding and record.holder != holder:
-            raise Conflict(f"lease {lease} has been adopted by {record.holder} already")
-        record.holder, record.decoding = holder, True
-        record.deadline_s = self._clock() + self.lease_s
-        return record
+        """See `Leases.adopt`."""
+        return self.leases.adopt(lease, holder, self._clock() + self.lease_s)
 
     def renew(self, holder: str, leases: Iterable[int]) -> list[int]:
-        """Extends the deadlines of these leases; returns those that `holder` does not hold (any more)."""
+        """See `Leases.renew`. Whoever hears of a loss stops writing within one lease term."""
         deadline_s = self._clock() + self.lease_s
-        lost = []
-        for lease in leases:
-            record = self.leases.get(lease)
-            if record is None or record.holder != holder:
-                lost.append(lease)
-            else:
-                record.deadline_s = deadline_s
+        lost = self.leases.renew(holder, leases, deadline_s)
         self.holds.warned(holder, deadline_s)
         return lost
 
     def release(self, holder: str, leases: Iterable[int]) -> None:
         """Gives everything under these leases back. Those that are not `holder`'s are ignored and counted."""
         for lease in leases:
-            record = self._held(lease, holder)
+            record = self.leases.held(lease, holder)
             if record is not None:
                 self.end(record)
 
@@ -243,13 +217,6 @@ class Ledger:
         del self.leases[record.lease]
         self.pages.drop(reversed(record.pages))
         self.tails.drop(record.tail)
-
-    def _held(self, lease: int, holder: str) -> LeaseRecord | None:
-        record = self.leases.get(lease)
-        if record is None or record.holder != holder:
-            self.unknown_leases += 1
-            return None
-        return record
 
     # --- time and death ----------------------------------------------------------------------------------------------
 

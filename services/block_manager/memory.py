@@ -120,7 +120,7 @@ class Memory:
             prompt_tokens=ledger.hits.prompt_tokens,
             evictions=pages.evictions,
             expired_leases=ledger.expired_leases,
-            unknown_leases=ledger.unknown_leases,
+            unknown_leases=ledger.leases.unknown,
         )
 
 

@@ -276,7 +276,7 @@ def test_commits_are_idempotent_and_checked() -> None:
     with pytest.raises(BadRequest):
         ledger.commit("w", record.lease, 2, keys)
     assert not ledger.commit("other", record.lease, 0, keys) and not ledger.commit("w", 999, 0, keys)
-    assert snapshot(ledger) == before and ledger.unknown_leases == 2
+    assert snapshot(ledger) == before and ledger.leases.unknown == 2
 
 
 def test_a_lease_is_adopted_once() -> None:
@@ -287,9 +287,9 @@ def test_a_lease_is_adopted_once() -> None:
     with pytest.raises(Conflict):
         ledger.adopt(record.lease, "d2")
     ledger.release("w", [record.lease])  # prefill is late: it is not its lease any more
-    assert record.lease in ledger.leases and ledger.unknown_leases == 1
+    assert record.lease in ledger.leases and ledger.leases.unknown == 1
     ledger.release("d1", [record.lease, record.lease])
-    assert ledger.unknown_leases == 2
+    assert ledger.leases.unknown == 2
     with pytest.raises(Stale):
         ledger.adopt(record.lease, "d1")
     assert counts(ledger) == (16, 0, 0, 0, 0) and ledger.check() == []

@@ -191,12 +191,12 @@ class Bus:
         headers = {names.SEQUENCE: str(index)} if index is not None else None
         await self._send(to, body, headers, watch.subject if watch is not None else "", traced=False)
 
-    async def reply_error(self, to: str, error: KvrelayError, *, index: int | None = None) -> None:
+    async def reply_error(
+        self, to: str, error: KvrelayError, *, watch: Watch | None = None, index: int | None = None
+    ) -> None:
         """Ends the exchange on `to` with `error`."""
-        headers = names.from_error(error)
-        if index is not None:
-            headers[names.SEQUENCE] = str(index)
-        await self._send(to, b"", headers, traced=False)
+        headers = names.from_error(error) | ({names.SEQUENCE: str(index)} if index is not None else {})
+        await self._send(to, b"", headers, watch.subject if watch is not None else "", traced=False)
 
     async def reply_raw(self, to: str, body: bytes) -> None:
         """Answers with a body whose form is not ours (`$SRV`)."""

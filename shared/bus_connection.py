@@ -59,6 +59,11 @@ class Connection:
         """Whether messages can be sent now."""
         return bool(self.client.is_connected)
 
+    @property
+    def interruptions(self) -> int:
+        """How often the connection was lost and came back."""
+        return int(self.client.stats["reconnects"])
+
     async def wait_up(self, timeout_s: float) -> None:
         """Returns when the connection is there. Raises Unavailable after `timeout_s`, or why it never will be."""
         try:

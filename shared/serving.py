@@ -16,7 +16,7 @@ from opentelemetry import context as otel
 
 from shared import logs, telemetry, wire
 from shared.bus import Bus
-from shared.call import Call
+from shared.call import INTERRUPTED, Call
 from shared.clock import Clock
 from shared.errors import BadRequest, Busy, Cancelled, Internal, KvrelayError, Timeout, Unavailable
 from shared.route import Route
@@ -95,13 +95,17 @@ class Serving:
         elif not route.event and telemetry.has_parent(context):
             span, context = telemetry.start_hop(route.span_name, context, route.attributes)
         token = otel.attach(context)
-        call = Call(self._bus, msg, context, began)
+        call = Call(self._bus, msg, context, began, route.concurrent)
         error: BaseException | None = None
         try:
             await self._run(route, call, wire.decode(msg.data, route.kind))
         except asyncio.CancelledError:
-            gone = call.client_gone.is_set()
-            error = Cancelled("the caller went away") if gone else Unavailable(f"{self._instance} is stopping")
+            if not call.client_gone.is_set():
+                error = Unavailable(f"{self._instance} is stopping")
+            elif call.interrupted:  # perhaps it is not back yet
+                error = Unavailable(INTERRUPTED)
+            else:
+                error = Cancelled("the caller went away")
         except KvrelayError as refused:
             error = refused
         except Exception as fault:
@@ -113,10 +117,11 @@ class Serving:
             route.stats.served(self._clock.monotonic() - began)
             if error is not None:
                 route.stats.failed(type(error).__name__)
-                await self._answer_error(call, error)
             otel.detach(token)
             if span is not None:
                 telemetry.end(span, error)
+            if error is not None:
+                await self._answer_error(call, error)
 
     async def _run(self, route: Route, call: Call, message: Any) -> None:
         if not route.concurrent:

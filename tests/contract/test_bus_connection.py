@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import nats
 import pytest
 
 from infra.nats.server import NatsServer, find_binary
@@ -221,6 +222,38 @@ async def test_both_sides_come_back_with_the_server(own_nats_server: NatsServer)
             got = [item async for item in _first(client, 3)]
             assert len(got) == 3
             await until(lambda: not gateway.serving.inflight, 3)
+    await client.close()
+    await bus.close()
+
+
+@pytest.mark.parametrize("verb", ["ticks", "generate"])
+async def test_who_comes_back_after_us_hears_how_it_ended(own_nats_server: NatsServer, verb: str) -> None:
+    """A plain NATS client, which would wait for ever."""
+    login = own_nats_server.credentials.roles["admin"]
+    client = await nats.connect(
+        own_nats_server.url,
+        user="admin",
+        password=login.password,
+        reconnect_time_wait=1.5,  # type: ignore[arg-type]
+    )
+    bus = await connect(own_nats_server, "gateway")
+    async with running(Gateway, bus) as gateway:
+        inbox = client.new_inbox()
+        subscription = await client.subscribe(inbox)
+        await client.publish(f"kvrelay.gateway.{verb}", b'{"count": 500}', reply=inbox)
+        if verb == "ticks":
+            await subscription.next_msg(2)
+        else:
+            await until(lambda: gateway.serving.inflight)
+        await own_nats_server.stop()
+        await until(lambda: not bus.up)
+        await own_nats_server.start()
+        last = await subscription.next_msg(8)
+        while verb == "ticks" and not (last.headers or {}).get("Nats-Service-Error-Code"):
+            assert last.data, "an end without an error, though messages were lost"
+            last = await subscription.next_msg(8)
+        assert last.data if verb == "generate" else last.headers["Nats-Service-Error-Code"] == "503"
+        await until(lambda: not gateway.serving.inflight, 3)
     await client.close()
     await bus.close()
 

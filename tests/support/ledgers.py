@@ -48,3 +48,18 @@ def run_prompt(ledger: Ledger, text: str, holder: str = "w", **options: object) 
     record = ledger.acquire(holder, f"request-{text}", keys, BLOCK * len(text) + 1, **options)  # type: ignore[arg-type]
     assert ledger.commit(holder, record.lease, 0, keys)
     return record
+
+
+def counts(ledger: Ledger) -> tuple[int, int, int, int, int]:
+    """Pages that are free, filling, active, cached and quarantined."""
+    pages = ledger.pages
+    return pages.free, pages.filling, pages.active, pages.cached, pages.quarantined
+
+
+def snapshot(ledger: Ledger) -> tuple[object, ...]:
+    """All that a refused call must leave as it was."""
+    pages = ledger.pages
+    return (
+        bytes(pages.state), list(pages.refs), list(pages.keys), pages.generations.tolist(), sorted(ledger.leases),
+        ledger.tails.free, pages.pinned, pages.evictions,
+    )  # fmt: skip

@@ -25,9 +25,13 @@ INLINE void scores(const int rows, int dim, int64_t pages, const kv_segment *pag
     float step[KV_ROWS];
     __m512i shift[KV_ROWS];
     for (int r = 0; r < rows; r++) {
-        v16 top = v_set(0.0f);
-        for (int c = 0; c < dim; c += 16) top = v_max(top, _mm512_abs_ps(v_load(q + r * KV_MAX_DIM + c)));
-        step[r] = v_top(top) / 32639.0f; /* 127 * 256 + 127 */
+        v16 top = v_set(0.0f), broken = v_set(0.0f); /* NaN if x has NaN or infinities, which integers would hide */
+        for (int c = 0; c < dim; c += 16) {
+            v16 x = v_load(q + r * KV_MAX_DIM + c);
+            top = v_max(top, _mm512_abs_ps(x));
+            broken = v_fma(x, v_set(0.0f), broken);
+        }
+        step[r] = v_top(top) / 32639.0f + v_sum(broken); /* 127 * 256 + 127 */
         const float per = step[r] > 0.0f ? 1.0f / step[r] : 0.0f;
         __m512i sum = _mm512_setzero_si512();
         for (int c = 0; c < dim; c += 16) {

@@ -44,9 +44,10 @@ INLINE uint16_t bf16_of(float f) {
 #include "lanes_portable.h"
 #endif
 
-/* e^x to 2 ulp. Below -87 the result is 0; above 88 it is clamped, so that no lane ever overflows. */
+/* e^x to 2 ulp. Below -87 the result is 0; above 88 it is clamped, so that no lane ever overflows. NaN stays NaN: v_min and
+ * v_max return their second operand then. */
 INLINE v16 v_exp(v16 x) {
-    v16 held = v_min(v_max(x, v_set(-87.0f)), v_set(88.0f));
+    v16 held = v_min(v_set(88.0f), v_max(v_set(-87.0f), x));
     v16 n = v_round(v_mul(held, v_set(1.44269504088896341f)));
     v16 r = v_fma(n, v_set(-0.693359375f), held);
     r = v_fma(n, v_set(2.12194440e-4f), r);

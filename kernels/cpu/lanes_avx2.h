@@ -53,11 +53,11 @@ INLINE float v_bottom(v16 x) {
     s = _mm_min_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_min_ss(s, _mm_movehdup_ps(s)));
 }
-/* x where test >= limit, else 0. */
+/* 0 where test < limit, else x. */
 INLINE v16 v_zero_below(v16 x, v16 test, float limit) {
     __m256 l = _mm256_set1_ps(limit);
-    return (v16){_mm256_and_ps(x.a, _mm256_cmp_ps(test.a, l, _CMP_GE_OQ)),
-                 _mm256_and_ps(x.b, _mm256_cmp_ps(test.b, l, _CMP_GE_OQ))};
+    return (v16){_mm256_and_ps(x.a, _mm256_cmp_ps(test.a, l, _CMP_NLT_UQ)),
+                 _mm256_and_ps(x.b, _mm256_cmp_ps(test.b, l, _CMP_NLT_UQ))};
 }
 
 INLINE __m256 bf16x8(const void *p) {

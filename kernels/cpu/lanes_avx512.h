@@ -18,9 +18,9 @@ INLINE v16 v_scale2(v16 x, v16 n) { return _mm512_scalef_ps(x, n); }
 INLINE float v_sum(v16 x) { return _mm512_reduce_add_ps(x); }
 INLINE float v_top(v16 x) { return _mm512_reduce_max_ps(x); }
 INLINE float v_bottom(v16 x) { return _mm512_reduce_min_ps(x); }
-/* x where test >= limit, else 0. */
+/* 0 where test < limit, else x. */
 INLINE v16 v_zero_below(v16 x, v16 test, float limit) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, v_set(limit), _CMP_GE_OQ), x);
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, v_set(limit), _CMP_NLT_UQ), x);
 }
 
 INLINE v16 v_load_bf16(const void *p) {

@@ -43,8 +43,8 @@ INLINE float v_bottom(v16 x) {
     for (int i = 1; i < 16; i++) bottom = x.f[i] < bottom ? x.f[i] : bottom;
     return bottom;
 }
-/* x where test >= limit, else 0. */
-INLINE v16 v_zero_below(v16 x, v16 test, float limit) { EACH(test.f[i] >= limit ? x.f[i] : 0.0f); }
+/* 0 where test < limit, else x. */
+INLINE v16 v_zero_below(v16 x, v16 test, float limit) { EACH(test.f[i] < limit ? 0.0f : x.f[i]); }
 
 /* Exact fp16 to fp32 without hardware: rebias normal numbers, scale subnormal ones. */
 INLINE float f_fp16(uint16_t h) {

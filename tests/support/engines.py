@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from nats.aio.msg import Msg
 
 from infra.nats.server import NatsServer
@@ -34,6 +35,22 @@ from shared.messages import (
 )
 
 GATEWAY = "gateway-test"
+BLOCK = 16
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "kernels": "cpu", "threads": 1, "max_num_batched_tokens": 64, "num_blocks_override": 256,
+    "max_num_seqs": 8,
+}  # fmt: skip
+"""Settings that suit a tiny model."""
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids in the vocabulary of a tiny model."""
+    return [3 + (seed * 37 + i * i * 7 + i) % 250 for i in range(length)]
+
+
+def with_options(**options: Any) -> pytest.MarkDecorator:
+    """The fixture `running` with other settings; `decode={…}` for decode alone."""
+    return pytest.mark.parametrize("running", [options], indirect=True, ids=[""])
 
 
 @dataclass

@@ -13,10 +13,8 @@ import pytest
 from shared import errors
 from shared.messages import Accepted, Preempt, StartDecode
 from shared.wire import decode as decode_body
-from tests.e2e.test_engines import OPTIONS, model, prompt
-from tests.support.engines import Attempt, Engines, engines
+from tests.support.engines import OPTIONS, Attempt, Engines, engines, prompt
 
-__all__ = ["model"]
 REQUESTS = 30
 TOKENS = 50
 

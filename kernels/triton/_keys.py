@@ -86,9 +86,9 @@ def scores(q_low, q_high, low, high, base, head, valid, tensor_scale, CODE: tl.c
     """fp32 [M, P * BLOCK_SIZE]: queries (halves, type DOT) times the loaded keys, without their centres."""
     wide: tl.constexpr = TILE_PAGES * BLOCK_SIZE
     keys = key_half(low, base, head, valid, 0, CODE, GRAIN, SCALES, HEAD_DIM, HALF_PAD, DOT)
-    result = tl.dot(q_low, tl.reshape(keys, [HALF_PAD, wide]), input_precision="ieee")
+    result = tl.dot(q_low, tl.reshape(keys, [HALF_PAD, wide]), input_precision="tf32x3")
     keys = key_half(high, base, head, valid, 1, CODE, GRAIN, SCALES, HEAD_DIM, HALF_PAD, DOT)
-    result = tl.dot(q_high, tl.reshape(keys, [HALF_PAD, wide]), acc=result, input_precision="ieee")
+    result = tl.dot(q_high, tl.reshape(keys, [HALF_PAD, wide]), acc=result, input_precision="tf32x3")
     if GRAIN == 0:
         slot = head * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         scale = half_scale((base + SCALES)[:, None], slot[None, :], valid[:, None]).to(tl.float32)

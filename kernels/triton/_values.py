@@ -74,12 +74,12 @@ def weighted(p, shrink, acc_low, acc_high, low, high, base, head, slot, valid, t
     acc_low, acc_high = acc_low * shrink[:, None], acc_high * shrink[:, None]
     values = value_half(low, base, head, slot, valid, 0, CODE, SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, DOT)
     if CODE == 0 or CODE == 4:
-        acc_low = tl.dot(weights, values, acc=acc_low, input_precision="ieee")
+        acc_low = tl.dot(weights, values, acc=acc_low, input_precision="tf32x3")
     else:
-        acc_low += unit * tl.dot(weights, values, input_precision="ieee")
+        acc_low += unit * tl.dot(weights, values, input_precision="tf32x3")
     values = value_half(high, base, head, slot, valid, 1, CODE, SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, DOT)
     if CODE == 0 or CODE == 4:
-        acc_high = tl.dot(weights, values, acc=acc_high, input_precision="ieee")
+        acc_high = tl.dot(weights, values, acc=acc_high, input_precision="tf32x3")
     else:
-        acc_high += unit * tl.dot(weights, values, input_precision="ieee")
+        acc_high += unit * tl.dot(weights, values, input_precision="tf32x3")
     return acc_low, acc_high

@@ -132,9 +132,8 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return found
 
 
-FORMATS = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8", "int8_channel", "int4", "k16v4", "k8v4",
-           "int8_per_tensor", "fp8_e4m3_per_tensor")  # fmt: skip
-HEAD_DIMS = (64, 80, 96, 128, 256)
+FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int8_channel", "int4", "k16v4", "k8v4",
+           "int8_per_tensor", "fp8_e4m3_per_tensor", "fp8_e5m2_per_tensor")  # fmt: skip
 GROUPS = (1, 3, 4, 8, 16)
 SAMPLE = (
     ("bf16", 128, 4, 80), ("int8", 64, 3, 90), ("int8_channel", 128, 8, 90), ("int8_channel", 256, 4, 100),

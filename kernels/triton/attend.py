@@ -162,11 +162,11 @@ def attend_kernel(
             source = typed + t[None, :] * HEAD_DIM + d[:, None]
             wanted = inside_d[:, None] & there[None, :]
             raw = tl.dot(
-                q_low.to(TAIL_DOT), tl.load(source, mask=wanted, other=0.0).to(TAIL_DOT), input_precision="ieee"
+                q_low.to(TAIL_DOT), tl.load(source, mask=wanted, other=0.0).to(TAIL_DOT), input_precision="tf32x3"
             )
             raw = tl.dot(
                 q_high.to(TAIL_DOT), tl.load(source + half, mask=wanted, other=0.0).to(TAIL_DOT), acc=raw,
-                input_precision="ieee",
+                input_precision="tf32x3",
             )  # fmt: skip
             seen = there[None, :] & live[:, None]
             key = count * BLOCK_SIZE + t
@@ -181,9 +181,9 @@ def attend_kernel(
             wanted = there[:, None] & inside_d[None, :]
             weights = p.to(TAIL_DOT)
             value = tl.load(source, mask=wanted, other=0.0).to(TAIL_DOT)
-            acc_low = tl.dot(weights, value, acc=acc_low * shrink[:, None], input_precision="ieee")
+            acc_low = tl.dot(weights, value, acc=acc_low * shrink[:, None], input_precision="tf32x3")
             value = tl.load(source + half, mask=wanted, other=0.0).to(TAIL_DOT)
-            acc_high = tl.dot(weights, value, acc=acc_high * shrink[:, None], input_precision="ieee")
+            acc_high = tl.dot(weights, value, acc=acc_high * shrink[:, None], input_precision="tf32x3")
 
         norm = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
         if SPLITS == 1:

@@ -1,4 +1,4 @@
-"""Pools on a GPU, under a driver in C that keeps device memory in files: handles, epochs, geometry between processes."""
+"""Pools on a GPU, under a driver in C that keeps device memory in files: handles, epochs, geometry of processes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,71 @@
+"""A whole model on Triton's ops, and its decode steps as CUDA graphs, against the reference ops."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from infra.bench.paged_run import PagedRun, layout_of
+from kernels.dispatch import select
+from shared.models.config import ModelConfig
+from shared.models.files import ModelFiles, prepare
+from shared.models.rope import Rope
+from shared.models.transformer import Transformer
+
+TOKENS = [int(token) for token in torch.randint(0, 101, (40,), generator=torch.Generator().manual_seed(3))]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ModelFiles:
+    """A random model with everything the demo model lacks: biases, q/k norms, a sliding window, an untied head."""
+    config = ModelConfig(
+        architecture="qwen3", name="small", layers=2, heads=4, kv_heads=2, head_dim=32, hidden_size=96, ffn_size=160,
+        vocab_size=101, rms_eps=1e-6, context_length=128, rope=Rope(base=500.0), qkv_bias=True, qk_norm=True,
+        sliding_window=20, sliding_layers=(1,),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    hidden, ffn, rows = config.hidden_size, config.ffn_size, (config.heads + 2 * config.kv_heads) * config.head_dim
+    shapes = {"embed": (101, hidden), "head": (101, hidden), "norm": (hidden,)}
+    for layer in range(config.layers):
+        parts = {"input_norm": (hidden,), "qkv": (rows, hidden), "qkv_bias": (rows,), "q_norm": (config.head_dim,),
+                 "k_norm": (config.head_dim,), "o": (hidden, config.heads * config.head_dim), "post_norm": (hidden,),
+                 "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}  # fmt: skip
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in parts.items()}
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 + ("norm" in name) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "weights.safetensors")
+    return dataclasses.replace(
+        prepare("smollm2-135m", "float32"), config=config, directory=tmp_path, packed=None, dtype="float32",
+        weights=tmp_path / "weights.safetensors",
+    )  # fmt: skip
+
+
+def through_pages(model: Transformer, kv_cache_dtype: str) -> torch.Tensor:
+    """Logits of two sequences: chunks of prefill, then decode together over the edge of a page."""
+    run = PagedRun(model, layout_of(model.config, "float32", kv_cache_dtype), 2, 64)
+    run.pages, run.tails = run.pages.to(model.device), run.tails.to(model.device)
+    parts = [run.prefill(0, TOKENS[:16]), run.prefill(0, TOKENS[16:20]), run.prefill(1, TOKENS[:15])]
+    return torch.cat(parts + [run.decode([0, 1], [token, token + 1]) for token in TOKENS[20:24]])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp32", "int8_channel"])
+def test_a_model_over_pages(kv_cache_dtype: str, files: ModelFiles, device: torch.device) -> None:
+    exact = through_pages(Transformer(files, "float32", select("reference"), 1), kv_cache_dtype)
+    model = Transformer(files, "float32", select("triton", device.type), 1, str(device))
+    assert (through_pages(model, kv_cache_dtype) - exact).abs().max() < (1e-3 if kv_cache_dtype == "fp32" else 2e-2)
+
+
+@pytest.mark.gpu
+def test_captured_steps_are_those_of_the_eager_pass(files: ModelFiles) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    model = Transformer(files, "float32", select("triton", "cuda"), 1, "cuda:0")
+    graphs, model._graphs = model._graphs, None
+    eager = through_pages(model, "fp32")
+    model._graphs = graphs
+    assert graphs is not None
+    assert torch.equal(through_pages(model, "fp32")[:3], eager[:3])
+    assert (through_pages(model, "fp32") - eager).abs().max() < 1e-4

@@ -134,7 +134,9 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int8_channel", "int4", "k16v4", "k8v4",
            "int8_per_tensor", "fp8_e4m3_per_tensor", "fp8_e5m2_per_tensor")  # fmt: skip
+"""What decode serves. fp32, which is for comparing models, needs more registers than there are beyond head_dim 64."""
 GROUPS = (1, 3, 4, 8, 16)
+HEAD_DIMS = (64, 80, 96, 128, 256)
 SAMPLE = (
     ("bf16", 128, 4, 80), ("int8", 64, 3, 90), ("int8_channel", 128, 8, 90), ("int8_channel", 256, 4, 100),
     ("int4", 96, 1, 80), ("fp8_e4m3", 80, 16, 100), ("k8v4", 64, 4, 90),

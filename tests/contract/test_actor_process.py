@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from shared import errors
 from shared.bus import Bus
 from tests.conftest import Connect
 from tests.support.actors import Ask
+from tests.support.otlp import OtlpReceiver
 
 PROCESS = """
 import asyncio, sys
@@ -179,3 +181,29 @@ async def test_a_dead_collector_does_not_hang_the_exit(start: Start, connect: Co
     for writer in held:
         writer.close()
     dead.close()
+
+
+@pytest.mark.parametrize(("level", "told"), [("info", True), ("error", False)])
+async def test_log_level_and_format_are_settings(start: Start, connect: Connect, level: str, told: bool) -> None:
+    process, client = (
+        await start(KVRELAY_LOG_LEVEL=level, KVRELAY_LOG_FORMAT="json"),
+        await connect(namespace="kvrelay"),
+    )
+    await _ready(client)
+    process.process.send_signal(signal.SIGTERM)
+    code, log = await process.end()
+    events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert code == 0 and ("started" in {event["event"] for event in events}) == told
+    assert not told or {event["actor"] for event in events} == {"gateway"}
+
+
+@pytest.mark.parametrize(("ratio", "sampled"), [("1", True), ("0", False)])
+async def test_the_share_of_traces_is_a_setting(
+    start: Start, connect: Connect, otlp: OtlpReceiver, ratio: str, sampled: bool
+) -> None:
+    environ = {"KVRELAY_OTLP_ENDPOINT": otlp.endpoint, "KVRELAY_TRACE_SAMPLE_RATIO": ratio}
+    process, client = await start(**environ), await connect(namespace="kvrelay")
+    await _ready(client)
+    process.process.send_signal(signal.SIGTERM)
+    assert (await process.end())[0] == 0  # what it has is sent before it exits
+    assert bool(otlp.spans) == sampled

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway.actor import Gateway
 from shared import errors
 from shared.handles import unpack_u32
 from shared.messages import TokenLogprob, Work
@@ -261,3 +262,18 @@ async def test_a_caller_s_trace_is_linked_not_joined(on: Stage) -> None:
     reply = await on.http.post("/v1/completions", json={"prompt": "a"}, headers={"traceparent": caller})
     trace = reply.headers["kvrelay-trace-id"]
     assert len(trace) == 32 and set(trace) != {"0"} and trace != "a" * 32
+
+
+async def test_host_and_queue_are_settings(on: Stage) -> None:
+    """A gateway of its own: other tests change the queue of the one that stands."""
+    other: Gateway = await on.start(Gateway, http_host="127.0.0.2", http_port=0, queue_size=3)
+    try:
+        port = other.details()["http_port"]
+        async with httpx.AsyncClient(timeout=5) as web:
+            assert (await web.get(f"http://127.0.0.2:{port}/v1/models")).status_code == 200
+            with pytest.raises(httpx.ConnectError):
+                await web.get(f"http://127.0.0.1:{port}/v1/models")
+        assert other._dispatcher.placement.queue.bound == 3
+    finally:
+        on.actors.remove(other)
+        await other.drain()

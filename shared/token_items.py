@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shared.errors import Cancelled, KvrelayError
-from shared.handles import unpack_u32
 from shared.messages import TokenItem, WireError, Work
 
 
@@ -12,11 +11,6 @@ class Preempted(KvrelayError):
 
     code = 503
     retryable = True
-
-
-def emitted_tokens(work: Work) -> int:
-    """How many tokens the request had emitted when this attempt began."""
-    return len(unpack_u32(work.tokens)) - work.prompt_tokens
 
 
 def ended(work: Work, index: int, error: KvrelayError) -> TokenItem:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -22,18 +21,6 @@ from shared.models.kv_step import KVStep
 from shared.models.runtime import Memory
 from shared.models.transformer import Transformer
 from shared.sampling import Sampler, choose_tokens
-
-RING = 4096
-
-
-class StepRecord(NamedTuple):
-    """What one step cost. `at` is the wall clock of its start; seconds."""
-
-    at: float
-    seconds: float
-    forward_s: float
-    batch: int
-    context: int
 
 
 @dataclass(slots=True)
@@ -79,7 +66,6 @@ class DecodeEngine:
         self._append_positions = np.zeros(max_num_seqs, np.int32)
         self._views: dict[int, _Views] = {}
         self._memory: Memory | None = None
-        self.records: deque[StepRecord] = deque(maxlen=RING)
         self.steps = 0
         self.tokens = 0
         self.busy_s = 0.0
@@ -124,10 +110,8 @@ class DecodeEngine:
         started = time.perf_counter()
         count = batch.begin()
         logits = self._forward(count)
-        computed = time.perf_counter()
         if self._drop_stale(begun=True):
             return batch.active > 0
-        context = int(batch.positions[:count].sum())
         samplers = [sequence.sampler for sequence in batch.rows[:count]]
         emissions, seals = batch.end(choose_tokens(logits.numpy(), samplers))
         if seals:
@@ -136,11 +120,9 @@ class DecodeEngine:
             if emission.sequence.row < 0:
                 del self._sequences[emission.sequence.key]
         self._report(Report(emissions, seals, [sequence.key for sequence in batch.hungry()]))
-        ended = time.perf_counter()
         self.steps += 1
         self.tokens += count
-        self.busy_s += ended - started
-        self.records.append(StepRecord(time.time(), ended - started, computed - started, count, context))
+        self.busy_s += time.perf_counter() - started
         return batch.active > 0
 
     def warm_up(self, layout: Layout, vocab_size: int) -> None:

@@ -79,9 +79,6 @@ class Tokenizer:
         """The token as the vocabulary writes it; empty outside the vocabulary."""
         return self._backend.id_to_token(token) or "" if 0 <= token < 2**32 else ""
 
-    def piece_to_id(self, piece: str) -> int | None:
-        return self._backend.token_to_id(piece)
-
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt for `messages`; encode it with `add_special=False`. BadRequest without a template."""
         if self._template is None:

@@ -1,7 +1,6 @@
 """Picks a backend: triton -> cpu -> reference, or exactly the one asked for.
 
-A backend is a package `kernels/<backend>/`; an op is a function in one of its files, of the same name and signature
-in
+A backend is a package `kernels/<backend>/`; an op is a function in one of its files, of the same name and signature in
 every backend. Only the automatic choice falls back; an explicit one that cannot be met raises `BackendUnavailable`.
 """
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.nats.server import NatsServer
+from services.cli.child import die_with_parent
 from shared.bus import Bus
 from tests.support.otlp import OtlpReceiver
 
@@ -24,7 +25,7 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="nats-server", daemon=True)
     thread.start()
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    server = NatsServer(tmp_path_factory.mktemp("nats"), preexec=die_with_parent())
     asyncio.run_coroutine_threadsafe(server.start(), loop).result(30)
     yield server
     asyncio.run_coroutine_threadsafe(server.stop(), loop).result(30)
@@ -36,7 +37,7 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 @pytest.fixture
 async def own_nats_server(tmp_path: Path) -> AsyncIterator[NatsServer]:
     """A server for one test, which may stop and start it."""
-    server = NatsServer(tmp_path)
+    server = NatsServer(tmp_path, preexec=die_with_parent())
     await server.start()
     yield server
     await server.stop()

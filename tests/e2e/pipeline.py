@@ -22,6 +22,7 @@ import nats
 import nats.errors
 from nats.aio.client import Client
 
+from services.cli.child import die_with_parent
 from shared import settings
 from shared.pool.shm import directory, pool_path
 from tests.support.processes import alive, family
@@ -47,7 +48,13 @@ class Pipeline:
         command = [sys.executable, "-m", "services.cli", "up", "--state-dir", str(state)]
         command += ["--http-port", str(self.http_port), "--nats-port", str(self.nats_port), *options]
         self._output = self.log.open("wb")
-        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True)
+        self.process = subprocess.Popen(
+            command,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
         try:
             self.wait_ready()
         except BaseException:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import httpx
 
 from infra.nats.server import NatsServer
+from services.cli.child import die_with_parent
 from services.gateway.actor import Gateway
 from shared import telemetry
 from shared.actor import Actor
@@ -227,7 +228,7 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def stage(state: Path) -> AsyncIterator[Stage]:
-    async with Stage(NatsServer(state), state) as ready:
+    async with Stage(NatsServer(state, preexec=die_with_parent()), state) as ready:
         yield ready
 
 

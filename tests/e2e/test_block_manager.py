@@ -28,10 +28,7 @@ M = TypeVar("M", bound=Message)
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
     async with contextlib.AsyncExitStack() as stack:
-        node = Node(tmp_path, stack)
-        await node.server.start()
-        stack.push_async_callback(node.server.stop)
-        yield node
+        yield await Node.start(tmp_path, stack)
 
 
 async def test_a_prompt_is_computed_once_and_found_again(node: Node) -> None:

@@ -69,10 +69,7 @@ class Processes:
 @pytest.fixture
 async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
     async with contextlib.AsyncExitStack() as stack:
-        node = Node(tmp_path, stack)
-        await node.server.start()
-        stack.push_async_callback(node.server.stop)
-        processes = Processes(node)
+        processes = Processes(await Node.start(tmp_path, stack))
         try:
             for actor in ("block_manager", "offload"):
                 processes.start(actor)

@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 
 from infra.nats.server import NatsServer
 from services.block_manager.actor import BlockManager
+from services.cli.child import die_with_parent
 from services.decode.actor import DecodeActor
 from services.offload.actor import Offload
 from services.prefill.actor import PrefillActor
@@ -191,7 +192,7 @@ async def engines(state: Path, **options: Any) -> AsyncIterator[Engines]:
     `options` are settings of all; a dictionary under an actor's name holds those of that actor alone.
     """
     async with AsyncExitStack() as stack:
-        server = NatsServer(state)
+        server = NatsServer(state, preexec=die_with_parent())
         await server.start()
         stack.push_async_callback(server.stop)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from infra.nats.server import NatsServer
 from services.block_manager.actor import BlockManager
+from services.cli.child import die_with_parent
 from services.offload.actor import Offload
 from shared.actor import Actor
 from shared.bus import Bus
@@ -48,7 +49,15 @@ class Node:
     def __init__(self, state_dir: Path, stack: contextlib.AsyncExitStack) -> None:
         self.state_dir = state_dir
         self._stack = stack
-        self.server = NatsServer(state_dir)
+        self.server = NatsServer(state_dir, preexec=die_with_parent())
+
+    @classmethod
+    async def start(cls, state_dir: Path, stack: contextlib.AsyncExitStack) -> Node:
+        """With its NATS server running; `stack` stops everything."""
+        node = cls(state_dir, stack)
+        await node.server.start()
+        stack.push_async_callback(node.server.stop)
+        return node
 
     async def connect(self, role: str) -> Bus:
         bus = await Bus.connect(

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import stat
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import nats
@@ -20,11 +19,8 @@ from shared.settings import CommonSettings, connection
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    await server.start()
-    yield server
-    await server.stop()
+def server(own_nats_server: NatsServer) -> NatsServer:
+    return own_nats_server
 
 
 async def connect(server: NatsServer, role: str, errors: asyncio.Queue[Exception] | None = None) -> nats.NATS:

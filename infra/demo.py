@@ -39,6 +39,10 @@ console = Console(highlight=False)
 async def main() -> None:
     """The whole demonstration. Raises KvrelayError with what went wrong."""
     logs.setup("error")
+    demo = asyncio.current_task()
+    assert demo is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C cancels it by itself
+        asyncio.get_running_loop().add_signal_handler(number, demo.cancel)
     with tempfile.TemporaryDirectory(prefix="kvrelay-demo-") as folder:
         state = Path(folder) / "state"
         console.print("[bold]kvrelay[/]: a NATS server and five actors, one model, handles instead of tensors\n")
@@ -164,6 +168,6 @@ if __name__ == "__main__":
     except (KvrelayError, TimeoutError) as error:
         console.print(f"[bold red]the demo failed:[/] {error or 'it took too long to start'}")
         sys.exit(1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(1)
     console.print(f"done in {time.monotonic() - began:.1f} s", style="dim")

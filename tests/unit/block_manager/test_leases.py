@@ -60,6 +60,22 @@ def test_leases_that_are_not_renewed_run_out() -> None:
     assert list(ledger.leases) == [kept.lease]
 
 
+def test_after_an_idle_hour_everything_is_as_it_was() -> None:
+    clock = ManualClock()
+    ledger = make_ledger(clock=clock)
+    ledger.release("w", [run_prompt(ledger, "ab").lease])
+    before = snapshot(ledger)
+    for _ in range(60):
+        clock.now += 60
+        assert ledger.expire() == []
+    assert snapshot(ledger) == before
+    record = ledger.acquire("w", "late", chain("ab"), 2 * BLOCK + 1)
+    assert record.cached_tokens == 2 * BLOCK and record.deadline_s == clock.now + LEASE_S
+    assert ledger.adopt(record.lease, "d") is record
+    ledger.release("d", [record.lease])
+    assert ledger.check() == []
+
+
 def test_what_a_vanished_holder_may_still_write_is_quarantined() -> None:
     clock = ManualClock()
     ledger = make_ledger(clock=clock)

@@ -26,14 +26,13 @@ def calibrate(
     model: Path, *arguments: str, text: str = "hello world\nhell\n", **environ: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", "calibrate", "--model", str(model), *arguments]
-    environment = {**os.environ, "KVRELAY_CACHE_DIR": str(model / "cache"), **environ}
+    environment = {**os.environ, **environ}
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
 
-def test_it_writes_a_file_that_up_accepts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRELAY_CACHE_DIR", str(model / "cache"))
+def test_it_writes_a_file_that_up_accepts(model: Path, tmp_path: Path) -> None:
     found = {}
     for suffix in ("json", "safetensors"):
         out = tmp_path / f"scales.{suffix}"

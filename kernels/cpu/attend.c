@@ -66,6 +66,7 @@ static void list_segments(const kv_job *j, int32_t b, int32_t head, int32_t firs
         to[i].scales = page + layer->k.scales + head * layer->k.head_scales;
         to[count + i].codes = page + layer->v.codes + head * layer->v.head_codes;
         to[count + i].scales = page + layer->v.scales + head * layer->v.head_scales;
+        for (int64_t at = 0; at < layer->k.head_scales; at += 64) PREFETCH(to[i].scales + at);
         for (int64_t at = 0; at < layer->v.head_scales; at += 64) PREFETCH(to[count + i].scales + at);
     }
 }

@@ -49,18 +49,24 @@ void kv_scores(const kv_layer *layer, int rows, int64_t pages, const kv_segment 
 void kv_tail_scores(const kv_layer *layer, int rows, int64_t tokens, const uint8_t *k, const float *q, float *scores,
                     int64_t stride);
 
-/* o[row] += sum over tokens of p[row * stride + token] * V[token]; o: [rows][KV_MAX_DIM]. p is overwritten. */
+/* o[row] += sum over tokens of p[row * stride + token] * V[token]; o: [rows][KV_MAX_DIM]. p is overwritten. `rounded`:
+ * results are for bf16 activations, so kv_values_bytes may do it. */
 void kv_values(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead, float *p,
-               int64_t stride, float tensor_scale, float *o);
+               int64_t stride, float tensor_scale, int rounded, float *o);
 
 /* The same over `tokens` rows of a tail, V [token][head_dim]. */
 void kv_tail_values(const kv_layer *layer, int rows, int64_t tokens, const uint8_t *v, float *p, int64_t stride,
                     float *o);
 
-/* kv_scores for int8 per token with byte products, exact to 2^-16 of the largest query element: for 16-bit activations.
- * Returns 0, having done nothing, where format, geometry or CPU does not fit. */
-int kv_scores_int8(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead,
-                   const float *q, float *scores, int64_t stride);
+/* kv_scores for int8 and int4 keys in integers, exact to 2^-16 of the largest product of query and scale: for bf16
+ * activations. Returns 0, having done nothing, where format or CPU does not fit. */
+int kv_scores_bytes(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead,
+                    const float *q, float tensor_scale, float *scores, int64_t stride);
+
+/* The sums of kv_values for int8 and int4 values in integers, exact to 2^-17 of the largest weight. For int8, p has been
+ * multiplied with the scales. Returns 0, having done nothing, where format or CPU does not fit. */
+int kv_values_bytes(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead,
+                    const float *p, int64_t stride, float *o);
 
 /* Sixteen elements of an 8-bit or wider kind; E4M3 comes divided by 256 (kv_unit). */
 #define KV_LOAD16(kind, base, element)                                    \

@@ -109,14 +109,14 @@ static void attend_tile(const kv_job *j, const kv_piece *w, const row *x, int ro
     const int dim = layer->head_dim, tokens = layer->block_size;
     const int64_t sealed = (int64_t)w->count * tokens, tail_head = w->head * kv_width(layer->tail_kind, (int64_t)tokens * dim);
     const float k_scale = call->scales ? call->scales[0] : 1.0f, v_scale = call->scales ? call->scales[1] : 1.0f;
-    const int rounded = call->q_kind != KV_FP32; /* activations carry at most eleven significant bits */
+    const int rounded = call->q_kind == KV_BF16; /* activations carry eight significant bits */
     float q[KV_ROWS * KV_MAX_DIM], o[KV_ROWS * KV_MAX_DIM], s[KV_ROWS * STRIDE];
     for (int r = 0; r < rows; r++) {
         int64_t at = call->query_starts[x[r].b] * call->q_stride + x[r].head * (int64_t)dim;
         load_row(call->q_kind, call->q, at, dim, call->scale, q + r * KV_MAX_DIM);
         memset(o + r * KV_MAX_DIM, 0, sizeof(float) * (size_t)dim);
     }
-    if (!rounded || !kv_scores_int8(layer, rows, w->count, w->k, w->k_ahead, q, s, STRIDE))
+    if (!rounded || !kv_scores_bytes(layer, rows, w->count, w->k, w->k_ahead, q, k_scale, s, STRIDE))
         kv_scores(layer, rows, w->count, w->k, w->k_ahead, q, k_scale, s, STRIDE);
     for (int r = 0, some; r < rows; r += some) {
         some = same_sequence(x, r, rows);
@@ -125,7 +125,7 @@ static void attend_tile(const kv_job *j, const kv_piece *w, const row *x, int ro
         kv_tail_scores(layer, some, x[r].tail, tail, q + r * KV_MAX_DIM, s + r * STRIDE + sealed, STRIDE);
     }
     for (int r = 0; r < rows; r++) weigh(j, x + r, w->count, s + r * STRIDE);
-    kv_values(layer, rows, w->count, w->v, w->v_ahead, s, STRIDE, v_scale, o);
+    kv_values(layer, rows, w->count, w->v, w->v_ahead, s, STRIDE, v_scale, rounded, o);
     for (int r = 0, some; r < rows; r += some) {
         some = same_sequence(x, r, rows);
         if (!x[r].tail) continue;

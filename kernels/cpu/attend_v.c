@@ -111,7 +111,7 @@ static const values_fn table[KV_KINDS][KV_ROWS] = {ENTRY(KV_FP32), ENTRY(KV_BF16
                                                    ENTRY(KV_E5M2), ENTRY(KV_I8),   ENTRY(KV_I4)};
 
 void kv_values(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead, float *p,
-               int64_t stride, float tensor_scale, float *o) {
+               int64_t stride, float tensor_scale, int rounded, float *o) {
     const int kind = layer->v.kind, tokens = layer->block_size, scaling = layer->v.scaling;
     float unit = kv_unit(kind) * (scaling == KV_PER_TENSOR ? tensor_scale : 1.0f);
     if (scaling == KV_PER_TOKEN && kind != KV_I4) {
@@ -128,6 +128,7 @@ void kv_values(const kv_layer *layer, int rows, int64_t pages, const kv_segment 
             for (int64_t t = 0; t < pages * tokens; t += 16)
                 v_store(p + r * stride + t, v_mul(v_load(p + r * stride + t), v_set(unit)));
     }
+    if (rounded && kv_values_bytes(layer, rows, pages, page, ahead, p, stride, o)) return;
     table[kind][rows - 1](layer->head_dim, tokens, pages, page, ahead, p, stride, o);
 }
 

@@ -91,9 +91,12 @@ def test_activations_of_every_dtype(tail: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("dim", [64, 80, 256])
-def test_byte_products_of_16_bit_queries(dim: int, group: int) -> None:
-    case = kv_cases.build(page_layout("int8", "int8", 16, 1, 2, dim), LENGTHS)
+@pytest.mark.parametrize("shape", [(16, 64), (32, 80), (16, 96), (32, 256)], ids=str)
+@pytest.mark.parametrize("pair", [("int8", "int8"), ("int8_channel", "int8_per_tensor"), ("int8_per_tensor", "int4"),
+                                  ("int4", "int4")], ids="-".join)  # fmt: skip
+def test_integer_products_for_bf16_queries(pair: tuple[str, str], shape: tuple[int, int], group: int) -> None:
+    size, dim = shape
+    case = kv_cases.build(page_layout(*pair, size, 1, 2, dim), LENGTHS)
     q = query(len(LENGTHS), 2 * group, dim, torch.bfloat16)
     q[0, 0], q[1, 0, 1:] = 0, 0
     pages = torch.empty(len(LENGTHS), 2 * group, case.batch.max_pages)
@@ -102,6 +105,15 @@ def test_byte_products_of_16_bit_queries(dim: int, group: int) -> None:
     want = oracle(q, case, case.batch, page_lse=want_pages)
     assert ((seen.double() - want).abs() <= 2**-8 * want.abs() + 1e-3).all()
     assert torch.allclose(pages, want_pages, atol=1e-3, rtol=0)
+
+
+def test_integer_products_keep_what_a_flat_distribution_sums_up_to() -> None:
+    """One token with half of all weight, the rest spread so thin that a weight of eight bits would lose it."""
+    case = kv_cases.build(page_layout("int8", "int8", 16, 1, 1, 64), [4096])
+    q = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
+    q[0, 0] = case.k[0][100, 0] * 0.55
+    seen, want = attend(select("cpu"), q, case, case.batch), oracle(q, case, case.batch)
+    assert ((seen.double() - want).abs() <= 2**-8 * want.abs() + 1e-3).all()
 
 
 @pytest.mark.parametrize("options", [{"window": w} for w in (1, 5, 16, 17, 100, 700)] + [{"softcap": 2.0}], ids=str)

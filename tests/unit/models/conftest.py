@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFiles]:
-    """The demo model in bfloat16, converted once for all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVRELAY_CACHE_DIR", str(tmp_path_factory.mktemp("demo")))
-        yield prepare("smollm2-135m", "bfloat16")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelFiles]:
+    """The demo model in a dtype, converted once for all tests."""
+    cache = tmp_path_factory.mktemp("demo")
+
+    def get(dtype: str) -> ModelFiles:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVRELAY_CACHE_DIR", str(cache))
+            return prepare("smollm2-135m", dtype)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def demo(files: Callable[[str], ModelFiles]) -> ModelFiles:
+    return files("bfloat16")
 
 
 @pytest.fixture(scope="session")

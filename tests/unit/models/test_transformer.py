@@ -27,37 +27,22 @@ TEXT = torch.randint(0, 49_152, (67,), generator=torch.Generator().manual_seed(7
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def files(cache: Path) -> Callable[[str], ModelFiles]:
-    """The demo model in a dtype."""
-
-    def get(dtype: str) -> ModelFiles:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KVRELAY_CACHE_DIR", str(cache))
-            return prepare("smollm2-135m", dtype)
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def expected(files: Callable[[str], ModelFiles]) -> torch.Tensor:
     """Logits of TEXT by transformers in fp32 on the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     fp32 = files("float32")
     config, weights = fp32.config, map_tensors(fp32.weights)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.ffn_size,
-            num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
-            rms_norm_eps=config.rms_eps, tie_word_embeddings=True, max_position_embeddings=config.context_length,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.base},
-        )
+    shape = LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.ffn_size,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        rms_norm_eps=config.rms_eps, tie_word_embeddings=True, max_position_embeddings=config.context_length,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.base},
     )  # fmt: skip
+    with torch.device("meta"):  # random weights, soon to be replaced, would take seconds to draw
+        model = LlamaForCausalLM(shape)
+    model.model.rotary_emb = LlamaRotaryEmbedding(shape)
     state = {"model.embed_tokens.weight": weights["embed"], "model.norm.weight": weights["norm"]}
     state["lm_head.weight"] = weights["embed"]
     for layer in range(config.layers):
@@ -69,7 +54,7 @@ def expected(files: Callable[[str], ModelFiles]) -> torch.Tensor:
                  "input_layernorm": weights[ours + "input_norm"],
                  "post_attention_layernorm": weights[ours + "post_norm"]}  # fmt: skip
         state |= {f"{theirs}{name}.weight": tensor for name, tensor in parts.items()}
-    model.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([TEXT])).logits[0]
     return logits

@@ -1,17 +1,20 @@
 """`python -m infra.bench.kernels`: the CPU kernels beside plain torch and beside the machine's read bandwidth.
 
 Decode attention reads random pages of a pool larger than the caches, a different layer each call, as a decode step
-does. The peer is what one would write in torch: index the pages, then scaled_dot_product_attention in bf16; it gets
-the better of one thread and all threads, because its barriers suffer on a busy machine.
+does. The peer is the fastest way we found to write it in torch: index_select of the pages, then
+scaled_dot_product_attention in bf16 with the query heads of a KV head as rows (`enable_gqa` is several times slower).
+Both are timed twice: by wall clock on all threads, where the peer gets the better of one thread and all, because its
+barriers suffer on a busy machine; and by CPU time on one thread, which a busy machine changes least.
 """
 
 from __future__ import annotations
 
 import argparse
 import mmap
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -70,6 +73,21 @@ def read_bandwidth(threads: int) -> float:
         return words.nbytes / report.best_seconds(lambda: list(pool.map(np.sum, parts)), budget_s=1.0)
 
 
+def cpu_seconds(run: Callable[[], object], threads: int, budget_s: float = 0.5) -> float:
+    """CPU time of the best of repeated runs on one thread; afterwards `threads` again."""
+    torch.set_num_threads(1)
+    build.set_threads(1)
+    run()
+    best, end = float("inf"), time.thread_time() + budget_s
+    while time.thread_time() < end:
+        start = time.thread_time()
+        run()
+        best = min(best, time.thread_time() - start)
+    torch.set_num_threads(threads)
+    build.set_threads(threads)
+    return best
+
+
 def torch_seconds(run: Callable[[], object], threads: int, budget_s: float = 0.5) -> float:
     """Best of one thread and `threads`."""
     found = []
@@ -89,45 +107,53 @@ def decode_batch(shape: Shape) -> Batch:
     return Batch(tables, whole, slots, torch.full_like(whole, 5), starts, pages, 1)
 
 
-def torch_decode(shape: Shape, threads: int) -> float:
-    """Seconds a layer of gather + SDPA in bf16 over [page, block, kv_heads, head_dim]."""
+def torch_decode(shape: Shape) -> Callable[[], None]:
+    """One layer of gather + SDPA in bf16 over [page, block, kv_heads, head_dim], another layer each call."""
     pages = shape.batch * shape.context // BLOCK
     cache = torch.zeros(shape.layers, 2, pages, BLOCK, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16)
-    table = decode_batch(shape).tables.long()
-    q = torch.randn(shape.batch, shape.kv_heads * shape.group, 1, shape.head_dim, dtype=torch.bfloat16)
+    table = decode_batch(shape).tables.flatten()
+    q = torch.randn(shape.batch, shape.kv_heads, shape.group, shape.head_dim, dtype=torch.bfloat16)
     turn = count()
 
     def run() -> None:
-        layer = cache[next(turn) % shape.layers]
-        k, v = (side[table].flatten(1, 2).transpose(1, 2) for side in layer)
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        sides = (side.index_select(0, table) for side in cache[next(turn) % shape.layers])
+        tokens = (side.view(shape.batch, shape.context, shape.kv_heads, shape.head_dim) for side in sides)
+        k, v = (side.transpose(1, 2) for side in tokens)
+        torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
-    return torch_seconds(run, threads)
+    return run
 
 
-def native_decode(shape: Shape, layout: PageLayout) -> float:
-    """Seconds a layer of the native kernel."""
+def native_decode(shape: Shape, layout: PageLayout, *, shared: bool = False) -> Callable[[], object]:
+    """One layer of the native kernel; `shared`: all sequences have the pages of the first, only tails are their own."""
     ops = select("cpu")
     pages = memory(shape.batch * shape.context // BLOCK, layout.page_bytes)
     tails = torch.zeros(shape.batch, layout.tail_bytes, dtype=torch.uint8)
     batch = decode_batch(shape)
+    if shared:
+        batch = replace(batch, tables=batch.tables[:1].repeat(shape.batch, 1))
     q = torch.randn(shape.batch, shape.kv_heads * shape.group, shape.head_dim, dtype=torch.bfloat16)
     out = torch.empty_like(q)
     turn = count()
-    return report.best_seconds(
-        lambda: ops.attend(q, pages, tails, layout, next(turn) % shape.layers, batch, scale=0.1, out=out), budget_s=1.0
-    )
+    return lambda: ops.attend(q, pages, tails, layout, next(turn) % shape.layers, batch, scale=0.1, out=out)
+
+
+def layout_of(name: str, shape: Shape) -> PageLayout:
+    """Pages of one format."""
+    return page_layout(*parse_kv_cache_dtype(name), BLOCK, shape.layers, shape.kv_heads, shape.head_dim)
 
 
 def decode_rows(names: list[str], shapes: tuple[Shape, ...], threads: int, bandwidth: float) -> list[report.Row]:
     """One row per shape and format."""
     rows: list[report.Row] = []
     for shape in shapes:
-        peer = torch_decode(shape, threads)
+        run: Callable[[], object] = torch_decode(shape)
+        peer, peer_cpu = torch_seconds(run, threads), cpu_seconds(run, threads)
         tokens = shape.batch * shape.context
         for name in names:
-            layout = page_layout(*parse_kv_cache_dtype(name), BLOCK, shape.layers, shape.kv_heads, shape.head_dim)
-            seconds = native_decode(shape, layout)
+            layout = layout_of(name, shape)
+            run = native_decode(shape, layout)
+            seconds, cpu = report.best_seconds(run, budget_s=1.0), cpu_seconds(run, threads)
             speed = tokens / BLOCK * layout.layer_bytes / seconds
             rows.append(
                 {
@@ -138,9 +164,27 @@ def decode_rows(names: list[str], shapes: tuple[Shape, ...], threads: int, bandw
                     "GB/s": speed / 1e9,
                     "of read bandwidth": f"{speed / bandwidth:.0%}",
                     "x torch gather+SDPA": peer / seconds,
+                    "x by CPU time, 1 thread": peer_cpu / cpu,
                 }
             )
     return rows
+
+
+def shared_row(name: str, shape: Shape, threads: int) -> report.Row:
+    """Sequences with pages of their own against sequences that share all of them."""
+    layout = layout_of(name, shape)
+    runs = [native_decode(shape, layout, shared=shared) for shared in (False, True)]
+    own, shared = (report.best_seconds(run, budget_s=1.0) for run in runs)
+    own_cpu, shared_cpu = (cpu_seconds(run, threads) for run in runs)
+    tokens = shape.batch * shape.context
+    return {
+        "shared prefix": str(shape),
+        "format": name,
+        "Mtok/s own pages": tokens / own / 1e6,
+        "Mtok/s shared pages": tokens / shared / 1e6,
+        "x": own / shared,
+        "x by CPU time, 1 thread": own_cpu / shared_cpu,
+    }
 
 
 def prompt_row(name: str, kv_heads: int, group: int, head_dim: int, threads: int) -> report.Row:
@@ -192,6 +236,8 @@ def main() -> None:
     notes = {"threads": options.threads, "read_GB/s": round(bandwidth / 1e9, 1), "isa": build.isa()}
     rows = decode_rows(names, SHAPES[:1] if options.quick else SHAPES, options.threads, bandwidth)
     report.show("decode attention", rows, as_json=options.json, notes=notes)
+    shared = [shared_row(name, SHAPES[0], options.threads) for name in names]
+    report.show("shared prefix", shared, as_json=options.json, notes=notes)
     if not options.quick:
         prompts = [prompt_row(n, *heads, options.threads) for heads in ((3, 3, 64), (8, 4, 128)) for n in names]
         report.show("prompt attention and seal", prompts, as_json=options.json, notes=notes)

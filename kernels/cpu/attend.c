@@ -12,7 +12,7 @@
 #include "threads.h"
 
 #define PART_PAGES_MAX 16     /* KV_PART / 16 */
-#define AHEAD_BYTES 8192      /* prefetch distance */
+#define AHEAD_BYTES 16384     /* prefetch distance */
 
 /* Scratch of a calling thread, kept because fresh memory of this size would be paged in at every call. */
 typedef struct {
@@ -71,31 +71,50 @@ static void list_segments(const kv_job *j, int32_t b, int32_t head, int32_t firs
     }
 }
 
+/* Where a task reads: `count` pages from the `first` of sequence b, for a block of heads. */
+typedef struct {
+    const kv_pass *pass;
+    int32_t b, first, first_head, end_head, count;
+} place;
+
+static place place_of(const kv_job *j, int64_t task) {
+    place x = {.pass = j->passes + task / j->blocks, .first_head = (int32_t)(task % j->blocks) * j->block_heads};
+    x.end_head = (int32_t)least(x.first_head + j->block_heads, j->layer->kv_heads);
+    x.b = j->members[x.pass->first];
+    x.first = first_page(j, x.b, x.pass->part);
+    x.count = pages_in_part(j, x.b, x.first_head, x.first);
+    return x;
+}
+
 static void run_pass(void *context, int64_t task, int32_t thread) {
     (void)thread;
     const kv_job *j = context;
     const kv_layer *layer = j->layer;
     const int32_t block = (int32_t)(task % j->blocks);
-    const kv_pass *pass = j->passes + task / j->blocks;
-    const int32_t b = j->members[pass->first], first = first_page(j, b, pass->part);
-    const int32_t first_head = block * j->block_heads;
-    const int32_t end_head = (int32_t)least(first_head + j->block_heads, layer->kv_heads);
+    const place at = place_of(j, task);
+    const kv_pass *pass = at.pass;
     const int group = j->call->q_heads / layer->kv_heads;
+    const int64_t later = task + kv_threads(); /* probably the next one of this thread */
 
     kv_segment order[2][3 * PART_PAGES_MAX + 1]; /* K, V of a head, then room for the next head's first K */
-    int32_t count = 0, next = pages_in_part(j, b, first_head, first);
-    list_segments(j, b, first_head, first, next, order[0]);
+    int32_t count = 0, next = at.count;
+    list_segments(j, at.b, at.first_head, at.first, next, order[0]);
     int64_t distance = AHEAD_BYTES / layer->k.head_codes;
     distance = distance < 1 ? 1 : distance;
-    for (int64_t i = 0; i < least(distance, next); i++)
-        for (int64_t at = 0; at < layer->k.head_codes; at += 64) PREFETCH(order[0][i].codes + at);
-    for (int32_t head = first_head; head < end_head; head++) {
-        kv_segment *mine = order[(head - first_head) % 2], *after = order[(head - first_head + 1) % 2];
+    if (task < kv_threads())
+        for (int64_t i = 0; i < least(distance, next); i++)
+            for (int64_t c = 0; c < layer->k.head_codes; c += 64) PREFETCH(order[0][i].codes + c);
+    for (int32_t head = at.first_head; head < at.end_head; head++) {
+        kv_segment *mine = order[(head - at.first_head) % 2], *after = order[(head - at.first_head + 1) % 2];
         count = next;
         next = 0;
-        if (head + 1 < end_head) {
-            next = pages_in_part(j, b, head + 1, first);
-            list_segments(j, b, head + 1, first, next, after);
+        if (head + 1 < at.end_head) {
+            next = pages_in_part(j, at.b, head + 1, at.first);
+            list_segments(j, at.b, head + 1, at.first, next, after);
+        } else if (later < (int64_t)j->pass_count * j->blocks) {
+            const place to = place_of(j, later);
+            next = to.count;
+            list_segments(j, to.b, to.first_head, to.first, next, after);
         }
         int32_t reach = (int32_t)least(distance, count);
         for (int32_t i = 0; i < reach; i++) mine[2 * count + i] = next ? after[least(i, next - 1)] : mine[2 * count - 1];
@@ -106,7 +125,7 @@ static void run_pass(void *context, int64_t task, int32_t thread) {
         const int32_t member = j->members[pass->first + i];
         _Atomic int32_t *left = &j->left[member * j->blocks + block];
         if (atomic_fetch_sub_explicit(left, 1, memory_order_acq_rel) == 1)
-            for (int32_t head = first_head * group; head < end_head * group; head++) kv_merge_parts(j, member, head);
+            for (int32_t head = at.first_head * group; head < at.end_head * group; head++) kv_merge_parts(j, member, head);
     }
 }
 

@@ -37,16 +37,18 @@ INLINE v32 load_query(const float *q, int dim, int c) {
     return in_order(v_load(q + c), c + 16 < dim ? v_load(q + c + 16) : v_set(0.0f));
 }
 
-/* Largest scale of each channel over all pages; NaN or infinite scales go to *broken as NaN. */
-INLINE void largest(const int kind, int dim, int64_t pages, const kv_segment *page, v32 *top, v16 *broken) {
-    for (int c = 0; c < dim; c += 32) {
-        v32 most = {v_set(0.0f), v_set(0.0f)};
+/* Largest scale of each channel over all pages, as a page stores them: as unsigned integers, which have their order and put
+ * NaN above all. */
+INLINE void largest(const int kind, int dim, int64_t pages, const kv_segment *page, uint8_t *top) {
+    const int bytes = kind == KV_I8 ? 2 * dim : dim;
+    for (int at = 0; at < bytes; at += 64) {
+        const __mmask64 here = bytes - at < 64 ? (1ull << (bytes - at)) - 1 : ~0ull;
+        __m512i most = _mm512_setzero_si512();
         for (int64_t i = 0; i < pages; i++) {
-            v32 s = load_scales(kind, page[i].scales, 0, dim, c);
-            most = (v32){v_max(most.a, s.a), v_max(most.b, s.b)};
-            if (kind == KV_I8) *broken = v_fma(v_add(s.a, s.b), v_set(0.0f), *broken);
+            const __m512i s = _mm512_maskz_loadu_epi8(here, page[i].scales + at);
+            most = kind == KV_I8 ? _mm512_max_epu16(most, s) : _mm512_max_epu8(most, s);
         }
-        top[c / 32] = most;
+        _mm512_storeu_si512(top + at, most);
     }
 }
 
@@ -100,21 +102,27 @@ INLINE void scores(const int kind, const int scaling, const int rows, const kv_l
                    int64_t stride) {
     const int dim = layer->head_dim, tokens = layer->block_size, by_channel = scaling == KV_PER_CHANNEL;
     int16_t words[2][KV_ROWS][WORDS];
-    float per[KV_ROWS], step[KV_ROWS], bias[KV_ROWS][KV_PART]; /* sixteen unsummed lanes a page */
-    v32 top[KV_MAX_DIM / 32];
-    v16 broken = v_set(0.0f);
-    if (by_channel) largest(kind, dim, pages, page, top, &broken);
+    float steps[KV_ROWS][WORDS]; /* the query in steps, in the order of load_scales */
+    float step[KV_ROWS], bias[KV_ROWS][KV_PART]; /* sixteen unsummed lanes a page */
+    uint8_t top[2 * KV_MAX_DIM];
+    if (by_channel) largest(kind, dim, pages, page, top);
     for (int r = 0; r < rows; r++) {
-        v16 most = v_set(0.0f), bad = broken; /* NaN if something is not finite, which integers would hide */
+        v16 most = v_set(0.0f), bad = v_set(0.0f); /* NaN if something is not finite, which integers would hide */
         for (int c = 0; c < dim; c += 32) {
-            v32 x = load_query(q + r * KV_MAX_DIM, dim, c);
-            bad = v_fma(v_add(x.a, x.b), v_set(0.0f), bad);
-            if (by_channel) x = (v32){v_mul(x.a, top[c / 32].a), v_mul(x.b, top[c / 32].b)};
-            most = v_max(most, v_max(_mm512_abs_ps(x.a), _mm512_abs_ps(x.b)));
+            const v32 x = load_query(q + r * KV_MAX_DIM, dim, c);
+            v32 s = {v_set(1.0f), v_set(1.0f)};
+            if (by_channel) s = load_scales(kind, top, 0, dim, c);
+            s = (v32){v_mul(x.a, s.a), v_mul(x.b, s.b)};
+            most = v_max(most, v_max(_mm512_abs_ps(s.a), _mm512_abs_ps(s.b)));
+            bad = v_fma(v_add(s.a, s.b), v_set(0.0f), bad);
+            v_store(steps[r] + c, x.a);
+            v_store(steps[r] + c + 16, x.b);
         }
         const float size = v_top(most);
-        per[r] = size > 0.0f ? TOP / size : 0.0f;
+        const v16 per = v_set(size > 0.0f ? TOP / size : 0.0f);
         step[r] = size / TOP + v_sum(bad);
+        for (int c = 0; c < dim; c += 16) v_store(steps[r] + c, v_mul(v_load(steps[r] + c), per));
+        if (dim % 32) v_store(steps[r] + dim, v_mul(v_load(steps[r] + dim), per));
     }
     for (int64_t i = 0; i < pages; i++) {
         int16_t(*x)[WORDS] = words[by_channel ? i % 2 : 0];
@@ -128,11 +136,10 @@ INLINE void scores(const int kind, const int scaling, const int rows, const kv_l
                 m = load_scales(kind, page[i].scales, 1, dim, c);
             }
             for (int r = 0; r < rows; r++) {
-                const v32 y = load_query(q + r * KV_MAX_DIM, dim, c);
-                const v16 a = v_mul(v_mul(y.a, v_set(per[r])), s.a), b = v_mul(v_mul(y.b, v_set(per[r])), s.b);
+                const v16 y = v_load(steps[r] + c), z = v_load(steps[r] + c + 16), a = v_mul(y, s.a), b = v_mul(z, s.b);
                 _mm512_storeu_si512(x[r] + c, _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b)));
                 if (kind == KV_I4) sum[r] = v_fma(b, m.b, v_fma(a, m.a, sum[r]));
-                else if (by_channel) sum[r] = v_fma(y.b, m.b, v_fma(y.a, m.a, sum[r]));
+                else if (by_channel) sum[r] = v_fma(z, m.b, v_fma(y, m.a, sum[r]));
             }
         }
         if (by_channel)
@@ -150,7 +157,7 @@ INLINE void scores(const int kind, const int scaling, const int rows, const kv_l
     for (int r = 0; r < rows; r++) {
         float add[16];
         for (int64_t i = pages; i < 16; i++) v_store(bias[r] + 16 * i, v_set(0.0f));
-        v_store(add, v_mul(sums(bias[r]), v_set(kind == KV_I4 ? -step[r] : 1.0f)));
+        v_store(add, v_mul(sums(bias[r]), v_set(kind == KV_I4 ? -step[r] : step[r])));
         for (int64_t i = 0; i < pages; i++)
             for (int t = 0; t < tokens; t += 16) {
                 float *to = out + r * stride + i * tokens + t;

@@ -237,14 +237,12 @@ async def test_a_full_queue_says_429(on: Stage) -> None:
     on.refusals += [errors.Busy("full") for _ in range(200)]
     running = [asyncio.ensure_future(ask(on)) for _ in range(2)]
     await until(lambda: live(on) == 2)
-    with pytest.raises(errors.Busy) as full:
-        for _ in range(3):  # one of the two may be on its way to a worker just now
+    async with asyncio.timeout(10):
+        while not any(one.done() for one in running):  # those just on their way to a worker are not in the queue
             running.append(asyncio.ensure_future(ask(on)))
-            await asyncio.sleep(0.02)
-            for one in running:
-                if one.done():
-                    one.result()
-    assert full.value.retry_after_s
+            await asyncio.wait(running, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+    full = next(one.exception() for one in running if one.done())
+    assert isinstance(full, errors.Busy) and full.retry_after_s
     on.refusals.clear()
     for one in running:
         with contextlib.suppress(errors.Busy):

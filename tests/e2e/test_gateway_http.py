@@ -172,8 +172,11 @@ async def test_refused_in_openai_shape(on: Stage) -> None:
 async def test_a_full_queue_says_429_and_when_to_come_back(on: Stage) -> None:
     on.gateway._dispatcher.placement.queue.bound = 1
     on.refusals += [errors.Busy("full") for _ in range(500)]
-    running = [asyncio.ensure_future(post(on, "completions", prompt="a")) for _ in range(4)]
-    await until(lambda: any(one.done() for one in running))
+    running = [asyncio.ensure_future(post(on, "completions", prompt="a"))]
+    async with asyncio.timeout(10):
+        while not any(one.done() for one in running):  # those just on their way to a worker are not in the queue
+            running.append(asyncio.ensure_future(post(on, "completions", prompt="a")))
+            await asyncio.wait(running, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
     refused = next(one.result() for one in running if one.done())
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "rate_limit_error"

@@ -1,6 +1,6 @@
 """Load through an OpenAI-shaped HTTP API: the same client for kvrelay and for its peers.
 
-Every prompt is made of fresh random words, so that no engine can answer from a prefix cache.
+Every prompt is made of fresh random words, so that no engine has it cached the first time; the second time all have.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Figures:
-    """`decode_tok_s`: tokens that arrived while every stream was decoding; `prefill_tok_s`: prompt over TTFT."""
+    """`prefill_tok_s`: all prompts, fresh, over the time to the last first token. `decode_tok_s`: the same prompts
+    again, now cached, counted while every stream was decoding, so that no prompt is being computed beside it."""
 
     decode_tok_s: float
     prefill_tok_s: float
@@ -70,49 +71,40 @@ def random_prompt(words: int, seed: int) -> str:
 
 
 async def run(url: str, model: str, scenario: Scenario, extra: dict[str, object], seed: int) -> Figures:
-    """Runs the scenario once against the API at `url` (".../v1") and reduces what the clients saw."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-        streams = await asyncio.gather(
-            *(
-                _stream(client, url, model, scenario, extra, random_prompt(scenario.context, seed * 1000 + number))
-                for number in range(scenario.streams)
-            )
-        )
-    return reduce(streams)
+    """Runs the scenario once against the API at `url` (".../v1"): the prompts alone, then with continuations."""
+    prompts = [random_prompt(scenario.context, seed * 1000 + number) for number in range(scenario.streams)]
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def all_at_once(new_tokens: int) -> list[Stream]:
+            bodies = [{"model": model, "prompt": prompt, "max_tokens": new_tokens, **extra} for prompt in prompts]
+            return list(await asyncio.gather(*(_stream(client, url, body) for body in bodies)))
+
+        fresh, cached = await all_at_once(1), await all_at_once(scenario.new_tokens)
+    return reduce(fresh, cached)
 
 
-def reduce(streams: list[Stream]) -> Figures:
-    """Rates over the window in which all streams decode: from the last first token to the first last token."""
-    begin = max(stream.arrivals[0] for stream in streams)
-    end = min(stream.arrivals[-1] for stream in streams)
-    inside = sum(1 for stream in streams for moment in stream.arrivals if begin < moment <= end)
-    events = sum(len(stream.arrivals) for stream in streams)
-    tokens_per_event = sum(stream.completion_tokens for stream in streams) / events
-    prompt_tokens = sum(stream.prompt_tokens for stream in streams)
-    started = min(stream.started for stream in streams)
+def reduce(fresh: list[Stream], cached: list[Stream]) -> Figures:
+    """The decode window reaches from the last first token to the first last token."""
+    begin = max(stream.arrivals[0] for stream in cached)
+    end = min(stream.arrivals[-1] for stream in cached)
+    if end <= begin:
+        raise RuntimeError("the streams never decoded together: ask for more new tokens")
+    inside = sum(1 for stream in cached for moment in stream.arrivals if begin < moment <= end)
+    tokens_per_event = sum(s.completion_tokens for s in cached) / sum(len(s.arrivals) for s in cached)
+    prompt_tokens = sum(stream.prompt_tokens for stream in fresh)
+    first = [stream.arrivals[0] for stream in fresh]
     return Figures(
-        decode_tok_s=inside * tokens_per_event / (end - begin) if end > begin else 0.0,
-        prefill_tok_s=prompt_tokens / (begin - started),
-        ttft_s=min(stream.arrivals[0] - stream.started for stream in streams),
+        decode_tok_s=inside * tokens_per_event / (end - begin),
+        prefill_tok_s=prompt_tokens / (max(first) - min(stream.started for stream in fresh)),
+        ttft_s=min(first) - min(stream.started for stream in fresh),
         prompt_tokens=prompt_tokens,
-        completion_tokens=sum(stream.completion_tokens for stream in streams),
+        completion_tokens=sum(stream.completion_tokens for stream in cached),
     )
 
 
-async def _stream(
-    client: httpx.AsyncClient, url: str, model: str, scenario: Scenario, extra: dict[str, object], prompt: str
-) -> Stream:
+async def _stream(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> Stream:
     seen = Stream(started=time.perf_counter())
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": scenario.new_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **extra,
-    }
+    body = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, **body}
     async with client.stream("POST", f"{url}/completions", json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"{url} answered {response.status_code}: {(await response.aread())[:500]!r}")
@@ -123,7 +115,7 @@ async def _stream(
             if event.get("usage"):
                 seen.prompt_tokens = event["usage"]["prompt_tokens"]
                 seen.completion_tokens = event["usage"]["completion_tokens"]
-            if event.get("choices") and event["choices"][0].get("finish_reason") is None:
+            if event.get("choices") and event["choices"][0].get("text"):
                 seen.arrivals.append(time.perf_counter())
     if not seen.arrivals:
         raise RuntimeError(f"{url} streamed no token")

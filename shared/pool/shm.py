@@ -90,8 +90,10 @@ class ShmPool(Pool):
     def warm(self) -> None:
         """Fills this process's page tables, about 1 µs per 4 KiB, which the first touch of each page would cost else.
 
-        Where the kernel cannot do that (before Linux 5.14), nothing happens.
+        Only takes time of the calling thread's core that nobody else wants: a large pool needs seconds, and others are
+        serving by then. Where the kernel cannot do that (before Linux 5.14), nothing happens.
         """
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: the calling thread, not the process
         pages, libc = self.pages, ctypes.CDLL(None)
         for at in range(0, min(pages.nbytes, WARM_BYTES), WARM_STEP):
             if self.pages is not pages:  # closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -17,6 +18,10 @@ from shared.bus import Bus
 from tests.support.otlp import OtlpReceiver
 
 Connect = Callable[..., Awaitable[Bus]]
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # a shell's background job ignores Ctrl-C, and so would everything the tests start and interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

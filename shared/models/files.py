@@ -20,8 +20,9 @@ from pathlib import Path
 from shared.errors import Misconfigured
 from shared.models.catalogue import DEFAULT, MANIFEST, cache_root, resolve
 from shared.models.config import ModelConfig, SpecialTokens
-from shared.models.identity import CONVERTER_VERSION, identify
+from shared.models.identity import CONVERTER_VERSION, identify, remembered
 
+SOURCES = "sources"
 WEIGHTS, PACKED, TOKENIZER = "weights.safetensors", "packed.safetensors", "tokenizer.json"
 DTYPES = {
     "bfloat16": "bfloat16",
@@ -87,7 +88,8 @@ def prepare(model: str, dtype: str = "bfloat16", progress: Progress | None = Non
     path = resolve(model)
     root = cache_root()
     with _plain_errors(root, path):
-        identity = identify(path, root / "sources", say)
+        root.mkdir(parents=True, exist_ok=True)
+        identity = identify(path, root / SOURCES, say)
         directory = root / f"{identity}-{dtype}"
         if (files := _load(directory)) is not None:
             return files
@@ -98,6 +100,20 @@ def prepare(model: str, dtype: str = "bfloat16", progress: Progress | None = Non
     if files is None:
         raise Misconfigured(f"{directory} changed while it was being read; is another program writing there?")
     return files
+
+
+def converted_config(model: str) -> ModelConfig | None:
+    """The configuration of `model` if the cache holds a conversion of it, in any dtype; else None. Converts nothing.
+
+    Misconfigured if there is no such model.
+    """
+    path, root = resolve(model), cache_root()
+    with _plain_errors(root, path):
+        identity = remembered(path, root / SOURCES)
+    for dtype in sorted(set(DTYPES.values())):
+        if identity is not None and (files := _load(root / f"{identity}-{dtype}")) is not None:
+            return files.config
+    return None
 
 
 def _load(directory: Path) -> ModelFiles | None:
@@ -174,7 +190,6 @@ def _locked(path: Path) -> Iterator[None]:
 def _plain_errors(root: Path, source: Path) -> Iterator[None]:
     """Turns the operating system's refusals into what to do about them."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         where = error.filename or root

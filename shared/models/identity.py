@@ -28,20 +28,30 @@ def identify(path: Path, records: Path, progress: Callable[[str, int, int], None
 
     Hashing is remembered in the folder `records` under the files' sizes, times and inodes, so that it happens once.
     """
+    if (known := remembered(path, records)) is not None:
+        return known
     files = source_files(path)
-    stamp = [[str(file), *_stamp(file)] for file in files]
-    record = records / f"{hashlib.blake2b(str(path).encode(), digest_size=16).hexdigest()}.json"
-    known = _recall(record)
-    if known.get("stamp") == stamp and known.get("version") == CONVERTER_VERSION:
-        return str(known["identity"])
+    stamp = _stamp(files)
     identity = _hash(files, path.is_dir(), progress)
-    _remember(record, {"version": CONVERTER_VERSION, "stamp": stamp, "identity": identity})
+    _remember(_record(path, records), {"version": CONVERTER_VERSION, "stamp": stamp, "identity": identity})
     return identity
 
 
-def _stamp(file: Path) -> list[int]:
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
+def remembered(path: Path, records: Path) -> str | None:
+    """What `identify` would return, if it has hashed these very files before; None otherwise. Hashes nothing."""
+    known = _recall(_record(path, records))
+    if known.get("version") == CONVERTER_VERSION and known.get("stamp") == _stamp(source_files(path)):
+        return str(known["identity"])
+    return None
+
+
+def _record(path: Path, records: Path) -> Path:
+    return records / f"{hashlib.blake2b(str(path).encode(), digest_size=16).hexdigest()}.json"
+
+
+def _stamp(files: list[Path]) -> list[list[str | int]]:
+    found = [(file, file.stat()) for file in files]
+    return [[str(file), of.st_size, of.st_mtime_ns, of.st_ctime_ns, of.st_ino, of.st_dev] for file, of in found]
 
 
 def _hash(files: list[Path], named: bool, progress: Callable[[str, int, int], None]) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -57,34 +55,19 @@ def _geometry() -> list[Finding]:
     """What a cached token of the configured model costs, as configured and in the common formats."""
     from services.cli import geometry
     from shared import settings
-    from shared.models.catalogue import cached
+    from shared.models.files import converted_config
 
     try:
         wanted = settings.load(settings.BlockManagerSettings)
     except Misconfigured as error:
         return [Finding("settings", "fail", error.text, "correct the setting")]
-    config = _config(wanted.model, [model.path for model in cached()])
+    try:
+        config = converted_config(wanted.model)
+    except Misconfigured as error:
+        return [Finding("model", "fail", error.text, "install it, or correct the setting")]
     if config is None:
         return [Finding("KV cache", "ok", f"{wanted.model} is not converted yet", "kvrelay models prepare")]
     return geometry.findings(config, wanted)
-
-
-def _config(model: str, converted: list[Path]) -> Any:
-    """The configuration of `model` if a conversion of it is in the cache; None otherwise."""
-    import json
-
-    from shared.models.catalogue import MANIFEST, resolve
-    from shared.models.config import ModelConfig
-
-    try:
-        source = str(resolve(model))
-    except Misconfigured:
-        return None
-    for folder in converted:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        if manifest["source"] == source:
-            return ModelConfig.from_json(manifest["config"])
-    return None
 
 
 def _show(report: list[Finding]) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from shared.errors import Misconfigured
 from shared.models import catalogue
-from shared.models.files import ModelFiles, prepare
+from shared.models.files import ModelFiles, converted_config, prepare
 from shared.models.weight_file import TensorSpec, WeightReader, WeightWriter, file_bytes
 from tests.support import tiny_models
 from tests.support.processes import mappings
@@ -61,6 +61,27 @@ def test_cached_is_instant_and_light(demo: ModelFiles) -> None:
     assert first.split()[1] == demo.identity
     assert float(first.split()[0]) < 2.0  # 0.15 s on an idle machine
     assert imported == "[]"
+
+
+def test_a_conversion_is_found_whatever_path_it_was_made_from(tmp_path: Path, cache: Path, model: Path) -> None:
+    assert converted_config(str(model)) is None
+    first = prepare(str(model), "float32")
+    assert converted_config(str(model)) == first.config
+    twin = tmp_path / "elsewhere.gguf"
+    twin.write_bytes(model.read_bytes())
+    assert converted_config(str(twin)) is None  # never seen: finding out would take reading the whole file
+    assert prepare(str(twin), "float32") == first
+    assert converted_config(str(twin)) == first.config
+    twin.write_bytes(b"another")
+    assert converted_config(str(twin)) is None
+
+
+def test_asking_for_a_conversion_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE_DIR", str(tmp_path / "none"))
+    assert converted_config(str(model)) is None
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(Misconfigured, match="no such file"):
+        converted_config(str(tmp_path / "missing.gguf"))
 
 
 def test_identity_follows_the_content_not_the_path(tmp_path: Path, cache: Path, model: Path) -> None:

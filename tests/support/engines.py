@@ -91,6 +91,10 @@ class TestGateway:
     async def listen(self) -> None:
         await self.bus.subscribe(f"gateway.tokens.{GATEWAY}", self._receive)
 
+    async def beat(self) -> None:
+        """One heartbeat of a gateway."""
+        await self.bus.publish("event.actor.heartbeat", Heartbeat(actor="gateway", instance=GATEWAY, pid=1, ready=True))
+
     async def _receive(self, msg: Msg) -> None:
         batch = wire.decode(msg.data, TokenBatch)
         for item in batch.items:
@@ -212,7 +216,7 @@ async def engines(state: Path, **options: Any) -> AsyncIterator[Engines]:
 
         gateway = TestGateway(await connect("admin"))
         await gateway.listen()
-        beating = asyncio.create_task(_beat(gateway.bus))
+        beating = asyncio.create_task(_beat(gateway))
         stack.callback(beating.cancel)
         manager = await start(BlockManager)
         if options.get("prefill_pool") != options.get("decode_pool"):
@@ -225,7 +229,7 @@ async def _drain(actor: Actor) -> None:
         await actor.drain()
 
 
-async def _beat(bus: Bus) -> None:
+async def _beat(gateway: TestGateway) -> None:
     while True:
-        await bus.publish("event.actor.heartbeat", Heartbeat(actor="gateway", instance=GATEWAY, pid=1, ready=True))
+        await gateway.beat()
         await asyncio.sleep(1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import pytest
 
 from shared import errors
+from tests.support.brake import Brake
 from tests.support.engines import Engines, prompt, with_options
 
 
@@ -25,19 +23,12 @@ async def test_a_prompt_is_computed_in_chunks_of_max_num_batched_tokens(running:
 async def test_max_num_partial_prefills_bounds_the_prompts_at_work(
     running: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway, go_on = running.gateway, threading.Event()
-    forward = running.prefill.engine._model.forward
-
-    def held(*arguments: Any) -> Any:
-        go_on.wait(10)
-        return forward(*arguments)
-
-    monkeypatch.setattr(running.prefill.engine._model, "forward", held)
+    gateway, brake = running.gateway, Brake(monkeypatch, running.prefill.engine._model)
     taken = [await gateway.send(gateway.work(prompt(30, seed), 2)) for seed in range(2)]
     refused = gateway.work(prompt(30, 2), 2)
     with pytest.raises(errors.Busy, match="2 prompts"):
         await gateway.send(refused)
-    go_on.set()
+    brake.release()
     for attempt in taken:
         await gateway.finish(attempt)
     await gateway.complete(refused)

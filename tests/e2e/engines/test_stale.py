@@ -6,7 +6,6 @@ generation changes at the worst moment, between the check before a forward pass 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -16,7 +15,9 @@ from shared import errors
 from shared.handles import unpack_u32
 from shared.messages import Accepted, StartDecode
 from shared.wire import decode as decode_body
+from tests.support.brake import Brake
 from tests.support.engines import Engines, prompt
+from tests.support.waiting import until
 
 
 async def test_a_prompt_whose_page_is_let_again_under_the_forward_pass(
@@ -58,11 +59,15 @@ async def test_a_sequence_whose_page_is_let_again_under_a_step(
         return logits
 
     monkeypatch.setattr(engine._model, "forward", re_tenant)
+    brake = Brake(monkeypatch, engine._model)
     # a salt each: only one sequence has the page that changes hands
     attempts = [await gateway.send(work.model_copy(update={"cache_salt": work.request_id})) for work in works]
+    await until(lambda: len(running.decode._streams) == 3 and not running.decode._admissions)
+    brake.allow(5)
     for attempt in attempts:
         await gateway.until(attempt, 5)
     armed.set()
+    brake.release()
     for attempt in attempts:
         await gateway.finish(attempt)
     assert [attempt.error for attempt in attempts] == [None, "Stale", None]
@@ -84,21 +89,25 @@ async def test_nothing_is_computed_while_leases_may_have_run_out(
         return forward(*arguments)
 
     monkeypatch.setattr(worker.engine._model, "forward", count)
+    brake = Brake(monkeypatch, running.decode.engine._model, passes=2)
     work = gateway.work(prompt(40), 200)
     attempt = None if actor == "prefill" else await gateway.until(await gateway.send(work), 3)
     monkeypatch.setattr(worker.engine, "_safe", lambda: False)
+    brake.release()
     if attempt is None:
         attempt = await gateway.send(work)
+        await until(lambda: [job.computing for job in running.prefill._jobs.values()] == [True])
     await worker.compute.call(len, ())  # a step that had begun is over
     before = len(runs)
-    await asyncio.sleep(0.3)
+    for _ in range(20):
+        await worker.compute.call(len, ())  # each wakes the thread, which looks for something to do
     assert len(runs) == before and not attempt.ended.is_set()
     monkeypatch.setattr(worker.engine, "_safe", worker.keeper.safe)
     await worker.keeper.renew()
     assert (await gateway.finish(attempt)).tokens == expected
 
 
-async def test_an_older_attempt_does_not_replace_a_newer_one(running: Engines) -> None:
+async def test_an_older_attempt_does_not_replace_a_newer_one(running: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway, bus = running.gateway, running.gateway.bus
     starts: list[StartDecode] = []
 
@@ -106,9 +115,11 @@ async def test_an_older_attempt_does_not_replace_a_newer_one(running: Engines) -
         starts.append(decode_body(msg.data, StartDecode))
 
     await bus.subscribe("decode.start", overhear)
+    brake = Brake(monkeypatch, running.decode.engine._model, passes=2)
     attempt = await gateway.until(await gateway.send(gateway.work(prompt(40), 300, attempt=1)), 3)
     late = starts[0].model_copy(update={"work": starts[0].work.model_copy(update={"attempt": 0})})
     with pytest.raises(errors.Conflict, match="later attempt"):
         await bus.request("decode.start", late, Accepted, timeout_s=2)
+    brake.release()
     await gateway.finish(attempt)
     assert attempt.error is None and len(attempt.tokens) == 300

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from infra.nats.server import NatsServer
@@ -18,6 +19,8 @@ from shared.bus import Bus
 from tests.support.otlp import OtlpReceiver
 
 Connect = Callable[..., Awaitable[Bus]]
+
+hypothesis.settings.load_profile("ci")  # everywhere: the same examples each time, and no deadline a busy machine misses
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # a shell's background job ignores Ctrl-C, and so would everything the tests start and interrupt

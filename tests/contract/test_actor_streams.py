@@ -18,7 +18,7 @@ from infra.nats.server import NatsServer
 from shared import errors
 from shared.actor import Actor, Call, handles
 from shared.bus import KEEPALIVE_S
-from shared.bus_stream import STREAM_BUFFER
+from shared.bus_stream import STREAM_BUFFER, Arrivals
 from tests.conftest import Connect
 from tests.support.actors import Ask, running
 from tests.support.waiting import until
@@ -222,14 +222,22 @@ async def test_a_lost_message_is_a_typed_error_not_a_gap(connect: Connect) -> No
     assert got == ["0", "1"]
 
 
-async def test_a_consumer_too_slow_is_told_and_does_not_hold_up_others(connect: Connect) -> None:
-    client = await connect()
+async def test_a_consumer_too_slow_is_told_and_does_not_hold_up_others(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, overflow, fail = await connect(), asyncio.Event(), Arrivals.fail
+
+    def noted(arrivals: Arrivals, error: errors.KvrelayError) -> None:
+        fail(arrivals, error)
+        overflow.set()
+
+    monkeypatch.setattr(Arrivals, "fail", noted)
     async with running(Source, await connect()):
         slow = client.stream("source.count", Ask(count=STREAM_BUFFER + 500), Ask)
         assert (await anext(slow)).text == "0"
         for _ in range(50):
             assert [item.text async for item in client.stream("source.count", Ask(count=3), Ask)] == ["0", "1", "2"]
-        await asyncio.sleep(1.0)
+        await asyncio.wait_for(overflow.wait(), 20)
         got = 1
         with pytest.raises(errors.Unavailable, match="wait unread"):
             async for _ in slow:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 
 import pytest
+from nats.aio.msg import Msg
 from opentelemetry import trace
 
-from shared import errors, telemetry
+from shared import errors, telemetry, wire
 from shared.actor import Actor, Call, handles
+from shared.messages import Heartbeat
 from tests.conftest import Connect
 from tests.support.actors import Ask, running
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, orphans
@@ -201,9 +204,14 @@ class Bad(Ask):
 async def test_names_do_not_grow_with_requests_and_idle_actors_make_no_traces(
     connect: Connect, otlp: OtlpReceiver
 ) -> None:
-    client = await connect()
+    client, beats = await connect(), Counter[str]()
+
+    async def hear(msg: Msg) -> None:
+        beats[wire.decode(msg.data, Heartbeat).actor] += 1
+
+    await client.subscribe("event.actor.heartbeat", hear)
     async with running(Front, await connect()), running(Back, await connect()):
-        await asyncio.sleep(1.2)  # a heartbeat each
+        await until(lambda: beats["front"] >= 2 and beats["back"] >= 2)
         await client.request("back.leaf", Ask(), Ask, timeout_s=2)  # outside of any request
         for _ in range(250):
             await asyncio.gather(

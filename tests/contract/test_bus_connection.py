@@ -65,14 +65,17 @@ async def test_an_unreachable_server_is_unavailable_at_once() -> None:
 
 
 async def test_something_that_is_not_nats_is_unavailable() -> None:
+    over = asyncio.Event()
+
     async def mute(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(5)
+        await over.wait()
         writer.close()
 
     server = await asyncio.start_server(mute, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(errors.Unavailable):
         await Bus.connect(f"nats://127.0.0.1:{port}", timeout_s=0.5)
+    over.set()
     server.close()
 
 

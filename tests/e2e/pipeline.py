@@ -28,6 +28,8 @@ from shared.pool.shm import directory, pool_path
 from tests.support.processes import alive, family
 
 START_LIMIT_S = 120
+RUN_LIMIT_S = 120
+"""For commands that end by themselves: against hanging, on however busy a machine."""
 
 
 def free_port() -> int:
@@ -87,7 +89,7 @@ class Pipeline:
         self._output.close()
         return self.process.returncode
 
-    def cli(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def cli(self, *arguments: str, timeout_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "services.cli", *arguments, "--state-dir", str(self.state)]
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
 

@@ -14,7 +14,7 @@ import httpx
 import msgpack
 import pytest
 
-from tests.e2e.pipeline import Pipeline, collect, free_port
+from tests.e2e.pipeline import RUN_LIMIT_S, Pipeline, collect, free_port
 
 GOOD = {"prompt": "The capital of France is", "max_tokens": 3, "sampling": {"temperature": 0.0}}
 
@@ -90,7 +90,7 @@ def test_cli_door(bf16: Pipeline) -> None:
         (("nonsense",), 2, "nonsense"),
     ]
     for arguments, code, word in cases:
-        done = bf16.cli(*arguments, timeout_s=20)
+        done = bf16.cli(*arguments)
         assert done.returncode in {code, 1 if code == 2 and word in {"temperature", "empty"} else code}, done.stderr
         assert word in done.stderr, (arguments[:2], done.stderr)
         assert "Traceback" not in done.stderr
@@ -99,7 +99,7 @@ def test_cli_door(bf16: Pipeline) -> None:
 def test_wrong_nats_password(bf16: Pipeline) -> None:
     url = f"nats://client:wrong@127.0.0.1:{bf16.nats_port}"
     command = [sys.executable, "-m", "services.cli", "generate", "hi", "--nats-url", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=15)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)
     assert done.returncode == 1
     assert "password" in done.stderr or "credentials" in done.stderr
     assert "Traceback" not in done.stderr
@@ -108,7 +108,8 @@ def test_wrong_nats_password(bf16: Pipeline) -> None:
 def refused_up(*options: str, state: Path, env: dict[str, str] | None = None) -> str:
     """Runs `kvrelay up` that must end by itself with exit code 1 and a clear text, which is returned."""
     command = [sys.executable, "-m", "services.cli", "up", "--state-dir", str(state), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ, **(env or {})})
+    environment = {**os.environ, **(env or {})}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S, env=environment)
     assert done.returncode == 1, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr + done.stdout
     return done.stderr + done.stdout

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from tests.e2e.pipeline import Pipeline, at_rest, comes_true
+from tests.e2e.pipeline import RUN_LIMIT_S, Pipeline, at_rest, comes_true
 
 PROMPT = "The capital of France is"
 GREEDY = ("--raw", "--temperature", "0", "--max-tokens", "12")
@@ -69,7 +69,7 @@ def test_by_url_with_credentials_and_from_stdin(bf16: Pipeline) -> None:
             input=PROMPT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=RUN_LIMIT_S,
             env={**os.environ, **environment},
             check=False,
         )
@@ -79,7 +79,7 @@ def test_by_url_with_credentials_and_from_stdin(bf16: Pipeline) -> None:
         [sys.executable, "-m", "services.cli", "stats", "--json", "--nats-url", url],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=RUN_LIMIT_S,
         check=False,
     )
     assert len(json.loads(stats.stdout)["actors"]) == 5

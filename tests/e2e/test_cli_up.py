@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.pipeline import Pipeline, pipeline
+from tests.e2e.pipeline import RUN_LIMIT_S, Pipeline, pipeline
 from tests.support.processes import alive, family
 
 OPTIONS = ("--num-blocks-override", "64", "--max-model-len", "512")
@@ -182,14 +182,16 @@ def test_what_the_actors_cannot_do_ends_the_start_with_their_reason(
     tmp_path: Path, options: tuple[str, ...], word: str
 ) -> None:
     command = [sys.executable, "-m", "services.cli", "up", "--state-dir", str(tmp_path), "--http-port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False)
     assert done.returncode == 1
     assert word in done.stderr and "Traceback" not in done.stderr
 
 
 def test_wrong_credentials_of_an_external_server_are_refused_at_once(running: Pipeline, tmp_path: Path) -> None:
     url = f"nats://admin:wrong@127.0.0.1:{running.nats_port}"
-    command = [sys.executable, "-m", "services.cli", "up", "--state-dir", str(tmp_path), "--http-port", "0"]
-    done = subprocess.run([*command, "--nats-url", url], capture_output=True, text=True, timeout=30, check=False)
+    command = [sys.executable, "-m", "services.cli", "up", "--state-dir", str(tmp_path), "--nats-url", url]
+    done = subprocess.run(
+        [*command, "--http-port", "0"], capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False
+    )
     assert done.returncode == 1
     assert "credentials" in done.stderr and "wrong" not in done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.pipeline import Pipeline, collect, pipeline
+from tests.e2e.pipeline import Pipeline, collect, comes_true, pipeline
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, orphans
 
 MAX_NAMES = 40
@@ -53,9 +53,13 @@ async def test_each_request_is_one_whole_trace_over_all_its_actors(running: Pipe
         ended = [span for span in spans if span.name == "decode.sequence"]
         return len(ended) >= 7 and len({span.trace_id for span in spans if not span.parent_id}) >= 7
 
-    spans = await asyncio.to_thread(collector.wait, complete)
-    await asyncio.sleep(2.5)  # exporters send once a second: whatever is still to come is here after two of them
-    spans = collector.spans
+    await asyncio.to_thread(collector.wait, complete)
+    await asyncio.sleep(2.5)  # exporters send once a second: what should not be there has come after two of them
+    await asyncio.to_thread(comes_true, lambda: each_is_whole(collector.spans, traces), 15)
+
+
+def each_is_whole(spans: list[ReceivedSpan], traces: set[str]) -> None:
+    """Asserts it of every trace in `traces`, and what holds of all spans together."""
     assert not orphans(spans), {span.name for span in orphans(spans)}
     for trace_id in traces:
         found = of(spans, trace_id)

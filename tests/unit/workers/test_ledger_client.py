@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shared import ledger_client
 from shared.actor import Actor, Call, handles
 from shared.bus import Bus
 from shared.errors import Unavailable
@@ -152,13 +153,17 @@ async def test_refused_extensions_are_asked_again_and_stop_with_the_lease(
             await asyncio.sleep(0.01)
 
 
-async def test_an_unanswered_release_is_repeated(client: LedgerClient, ledger: Ledger) -> None:
+async def test_an_unanswered_release_is_repeated(
+    client: LedgerClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_client, "UNANSWERED_RETRY_S", 0.02)
     ledger.failures = 2
     client.release(4)
     async with asyncio.timeout(5):
         while len(ledger.asked) < 3:
             await asyncio.sleep(0.01)
-    await asyncio.sleep(0.4)
+    await client.settled()
+    await asyncio.sleep(0.1)  # it is not asked again
     assert [message.leases for message in ledger.asked] == [[4], [4], [4]]
 
 

@@ -32,6 +32,7 @@ class PagedRun:
         self.pages = torch.zeros(sequences * self.per_sequence, layout.page_bytes, dtype=torch.uint8)
         self.tails = torch.zeros(sequences, layout.tail_bytes, dtype=torch.uint8)
         self.lengths = [0] * sequences
+        self.scales: torch.Tensor | None = None  # fp32 [layers, 2], for formats whose scale outlives a page
 
     def _table(self, sequence: int) -> torch.Tensor:
         first = sequence * self.per_sequence
@@ -52,7 +53,7 @@ class PagedRun:
         )  # fmt: skip
         kv = KVStep(
             self.pages, self.tails, self.layout, batch, ints([sequence] * rest), ints(list(range(rest))),
-            seal_blocks=table[start // size : end // size],
+            seal_blocks=table[start // size : end // size], scales=self.scales,
         )  # fmt: skip
         self.lengths[sequence] = end
         rows = [len(tokens) - 1] if logits_rows is None else logits_rows
@@ -67,12 +68,14 @@ class PagedRun:
             tail_slots=ints(sequences), tail_lengths=ints([n % size + 1 for n in starts]),
             query_starts=ints(list(range(len(sequences) + 1))), max_pages=max(n // size for n in starts), max_query=1,
         )  # fmt: skip
-        kv = KVStep(self.pages, self.tails, self.layout, batch, ints(sequences), ints([n % size for n in starts]))
+        positions = ints([n % size for n in starts])
+        kv = KVStep(self.pages, self.tails, self.layout, batch, ints(sequences), positions, scales=self.scales)
         logits = self.model.forward(torch.tensor(tokens), torch.tensor(starts), kv, list(range(len(sequences))))
         full = [s for s in sequences if self.lengths[s] % size == size - 1]
         if full:
             blocks = [s * self.per_sequence + self.lengths[s] // size for s in full]
-            self.model.ops.seal_tails(self.pages, self.tails, self.layout, ints(full), ints(blocks))
+            indices = ints(full), ints(blocks)
+            self.model.ops.seal_tails(self.pages, self.tails, self.layout, *indices, scales=self.scales)
         for s in sequences:
             self.lengths[s] += 1
         return logits

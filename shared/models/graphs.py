@@ -21,9 +21,13 @@ WARM_UPS = 2
 
 @dataclass(slots=True)
 class _Captured:
+    """A graph knows addresses only: everything it reads that was allocated before the capture is kept here with it."""
+
     graph: torch.cuda.CUDAGraph
     staging: torch.Tensor
     inputs: torch.Tensor
+    step: KVStep
+    wanted: torch.Tensor
     logits: torch.Tensor
 
 
@@ -68,7 +72,7 @@ class DecodeGraphs:
         return found.logits[:count]
 
     def _capture(self, kv: KVStep, rows: int, max_pages: int, width: int) -> _Captured:
-        staging = torch.zeros(rows * (7 + width), dtype=torch.int32, pin_memory=True)
+        staging = page_locked(rows * (7 + width))
         _fields(staging, rows, width)[5].fill_(-1)
         inputs = staging.to(self._device)
         tokens, positions, counts, slots, lengths, append_slots, append_positions, tables = _fields(inputs, rows, width)
@@ -81,7 +85,8 @@ class DecodeGraphs:
             max_pages=max_pages,
             max_query=1,
         )
-        step = KVStep(kv.pages, kv.tails, kv.layout, batch, append_slots, append_positions, scales=kv.scales)
+        scales = None if kv.scales is None else kv.scales.to(self._device)
+        step = KVStep(kv.pages, kv.tails, kv.layout, batch, append_slots, append_positions, scales=scales)
         wanted = torch.arange(rows, device=self._device)
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
@@ -90,9 +95,15 @@ class DecodeGraphs:
                 self._forward(tokens.long(), positions.long(), step, wanted)
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: the event loop may map a pool meanwhile, which must not end the capture
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._forward(tokens.long(), positions.long(), step, wanted)
-        return _Captured(graph, staging, inputs, logits)
+        return _Captured(graph, staging, inputs, step, wanted, logits)
+
+
+def page_locked(size: int) -> torch.Tensor:
+    """int32 [size] zeros in host memory that the device reads by itself."""
+    return torch.zeros(size, dtype=torch.int32, pin_memory=True)
 
 
 def _fields(buffer: torch.Tensor, rows: int, width: int) -> list[torch.Tensor]:

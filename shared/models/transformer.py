@@ -36,7 +36,8 @@ class Transformer:
         self._head = self._weights["embed" if self.config.tie_embeddings else "head"]
         self._cos, self._sin = (table.to(self.device) for table in self._rotations())
         self._rows = ops if ops.name == "triton" else reference_ops()
-        self._graphs = DecodeGraphs(self.device, self._compute) if self.device.type == "cuda" else None
+        captured = self.device.type == "cuda" and ops.name == "triton"  # the reference looks at values on the host
+        self._graphs = DecodeGraphs(self.device, self._compute) if captured else None
         self._native: NativeStep | None = None
         if NativeStep.possible(files, self.dtype, ops):
             build.set_threads(threads)

@@ -31,12 +31,18 @@ def encoding_of(body: bytes) -> Encoding:
 
 
 def encode(message: BaseModel | dict[str, Any], encoding: Encoding = "msgpack") -> bytes:
-    """The body of `message`. Fields that are None are left out of msgpack, where no person misses them."""
+    """The body of `message`. Fields that are None are left out of msgpack, where no person misses them.
+
+    Raises BadRequest for an integer beyond 64 bits, which msgpack does not have.
+    """
     if isinstance(message, dict):
         return json.dumps(message).encode() if encoding == "json" else msgpack.packb(message)
     if encoding == "json":
         return message.model_dump_json().encode()
-    packed: bytes = msgpack.packb(message.model_dump(exclude_none=True))
+    try:
+        packed: bytes = msgpack.packb(message.model_dump(exclude_none=True))
+    except OverflowError:
+        raise BadRequest("a number is beyond 64 bits") from None
     return packed
 
 

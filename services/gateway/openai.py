@@ -7,16 +7,22 @@ stop_token_ids, cache_salt, priority, and request_id and timeout_s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from shared.errors import BadRequest
-from shared.messages import ChatMessage, Generate, Sampling
+from shared.messages import Generate, Sampling
+from shared.messages.client import MAX_MESSAGES
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the older API
+MAX_PARTS = 1024  # of one message
+
+
+_MEMBER = re.compile(r"str$|function-|list\[|constrained")  # what pydantic puts in a path for a member of a union
 
 
 class Refused(BadRequest):
@@ -29,6 +35,15 @@ class Refused(BadRequest):
 
 def _strings(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def _text_or_parts(value: object) -> object:
+    """One clear text where the union it guards would complain about each of its members."""
+    if value is not None and not isinstance(value, (str, list)):
+        raise ValueError("must be a text or a list of text parts")
+    if isinstance(value, list) and len(value) > MAX_PARTS:
+        raise ValueError(f"must have at most {MAX_PARTS} parts")
+    return value
 
 
 Ids = list[Annotated[int, Field(ge=0)]]
@@ -44,9 +59,13 @@ class TextPart(BaseModel):
     text: str
 
 
+Content = Annotated[str | list[TextPart] | None, BeforeValidator(_text_or_parts)]
+
+
 class IncomingMessage(BaseModel):
     role: str
-    content: str | list[TextPart] | None = None
+    content: Content = None
+    tool_calls: list[Any] | None = None
 
 
 class _Common(BaseModel):
@@ -81,7 +100,10 @@ class _Common(BaseModel):
     def usage_wanted(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _generate(self, *, logprobs: int | None, max_tokens: int | None, **source: Any) -> Generate:
+    def _generate(
+        self, *, logprobs: int | None, max_tokens: int | None, names: Mapping[str, str] | None = None, **source: Any
+    ) -> Generate:
+        """`names`: what the caller calls a parameter, where that is not what `Generate` calls it."""
         if self.n not in (None, 1):
             raise Refused(f"n: only 1 answer per request is supported, not {self.n}", "n")
         sampling = _given(
@@ -110,7 +132,7 @@ class _Common(BaseModel):
             timeout_s=self.timeout_s,
             **source,
         )
-        with _by_parameter():
+        with _by_parameter(names or {}):
             return Generate(sampling=Sampling(**sampling), **fields)
 
     def _logit_bias(self) -> dict[int, float] | None:
@@ -125,7 +147,7 @@ class _Common(BaseModel):
 class ChatCompletionRequest(_Common):
     """`POST /v1/chat/completions`."""
 
-    messages: list[IncomingMessage]
+    messages: Annotated[list[IncomingMessage], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -145,10 +167,12 @@ class ChatCompletionRequest(_Common):
             raise Refused("modalities: only text is supported", "modalities")
         if self.top_logprobs and not self.logprobs:
             raise Refused("top_logprobs: needs logprobs to be true", "top_logprobs")
-        messages = [ChatMessage(role=_role(m), content=_content(m, n)) for n, m in enumerate(self.messages)]
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        messages = [{"role": _role(m), "content": _content(m, n)} for n, m in enumerate(self.messages)]
+        limit, names = self.max_tokens, {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            limit, names["max_tokens"] = self.max_completion_tokens, "max_completion_tokens"
         wanted = (self.top_logprobs or 0) if self.logprobs else None
-        return self._generate(logprobs=wanted, max_tokens=limit, messages=messages)
+        return self._generate(logprobs=wanted, max_tokens=limit, names=names, messages=messages)
 
 
 class CompletionRequest(_Common):
@@ -164,9 +188,11 @@ class CompletionRequest(_Common):
     @classmethod
     def _one_kind(cls, body: Any) -> Any:
         """One clear text where the union above would complain about each of its members."""
-        prompt = body.get("prompt") if isinstance(body, dict) else ""
-        if prompt is not None and not isinstance(prompt, (str, list)):
+        prompt = body.get("prompt", "") if isinstance(body, dict) else ""
+        if not isinstance(prompt, (str, list)):
             raise Refused("prompt: must be a text or a list of token ids", "prompt")
+        if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], (str, list)):
+            raise Refused("prompt: only one prompt per request is supported", "prompt")
         return body
 
     def generate(self) -> Generate:
@@ -179,9 +205,9 @@ class CompletionRequest(_Common):
             raise Refused("suffix: not supported", "suffix")
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise Refused("prompt: only one prompt per request is supported", "prompt")
             prompt = prompt[0]
+        if not prompt:
+            raise Refused("prompt: must not be empty", "prompt")
         source: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
         limit = self.max_tokens if self.max_tokens is not None else COMPLETION_MAX_TOKENS
         return self._generate(logprobs=self.logprobs, max_tokens=limit, **source)
@@ -192,20 +218,26 @@ R = TypeVar("R", ChatCompletionRequest, CompletionRequest)
 
 def parse(body: bytes, kind: type[R]) -> R:
     """The request in an HTTP body. Types are strict. Raises Refused with the parameter that is wrong."""
-    with _by_parameter():
+    with _by_parameter({}):
         return kind.model_validate_json(body, strict=True)
 
 
 @contextmanager
-def _by_parameter() -> Iterator[None]:
-    """Turns the first complaint of pydantic into a Refused that names the parameter."""
+def _by_parameter(names: Mapping[str, str]) -> Iterator[None]:
+    """Turns the most telling complaint of pydantic into a Refused that names the parameter, by `names` if it is there.
+
+    A union complains once per member; the one that got furthest into the value is the one that was meant.
+    """
     try:
         yield
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        path = [str(step) for step in problem["loc"] if not str(step).startswith(("function-", "list[", "constrained"))]
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        problem = max(problems, key=lambda one: len(one["loc"]))  # the first of the longest
+        path = [str(step) for step in problem["loc"] if not _MEMBER.match(str(step))]
+        if path:
+            path[0] = names.get(path[0], path[0])
         param = ".".join(path) or None
-        raise Refused(f"{param or 'body'}: {problem['msg']}", param) from None
+        raise Refused(f"{param or 'body'}: {problem['msg'].removeprefix('Value error, ')}", param) from None
 
 
 def _given(**fields: Any) -> dict[str, Any]:
@@ -217,6 +249,9 @@ def _role(message: IncomingMessage) -> str:
 
 
 def _content(message: IncomingMessage, position: int) -> str:
+    if message.tool_calls:
+        param = f"messages.{position}.tool_calls"
+        raise Refused(f"{param}: calling tools is not supported", param)
     if isinstance(message.content, str):
         return message.content
     if message.content is None:

@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from shared.handles import as_tuple
 from shared.messages.base import FinishReason, Message, RequestId
 
+MAX_MESSAGES = 4096  # of a chat; validating many small ones holds up everybody
+
 TokenKey = Annotated[
     int,
     BeforeValidator(lambda key: int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key),
@@ -20,7 +22,7 @@ class Sampling(Message):
     """How the next token is chosen. `temperature` 0 is greedy; ties go to the lowest token id."""
 
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0, description="0: off")
+    top_k: int = Field(default=0, ge=0, lt=2**31, description="0: off")
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
     min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float = Field(default=1.0, gt=0, le=100, allow_inf_nan=False)
@@ -49,7 +51,7 @@ class Generate(Message):
     request_id: RequestId | None = None
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[ChatMessage] | None = Field(default=None, max_length=MAX_MESSAGES)
     token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     stream: bool = False
     max_tokens: int | None = Field(default=None, ge=1, description="default: what is left of the context")

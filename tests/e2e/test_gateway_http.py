@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -162,6 +163,9 @@ async def test_refused_in_openai_shape(on: Stage) -> None:
             assert (error["param"], error["type"]) == (param, "invalid_request_error"), (body, error)
     for garbage in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
         assert (await on.http.post("/v1/completions", content=garbage)).status_code == 400
+    packed = gzip.compress(b'{"prompt": "a"}')
+    refused = await on.http.post("/v1/completions", content=packed, headers={"content-encoding": "gzip"})
+    assert refused.status_code == 400 and "gzip" in refused.json()["error"]["message"]
     assert (await on.http.get("/v1/completions")).status_code == 405
     too_long = await post(on, "completions", prompt=[5] * CONTEXT)
     assert too_long.json()["error"]["code"] == "context_length_exceeded"

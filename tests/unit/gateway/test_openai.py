@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from services.gateway.answers import Answers, error_body, status_of
+from services.gateway.intake import Intake
 from services.gateway.openai import ChatCompletionRequest, CompletionRequest, Refused, parse
 from shared.errors import BadRequest, Busy, Internal, NotFound, TooLarge, Unavailable
 from shared.messages import Generated, TokenLogprob, Usage
@@ -66,6 +67,7 @@ def test_stop_is_a_string_or_several(value: Any) -> None:
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 1000}}, "logit_bias.5"),
         ({"priority": 2**40}, "priority"),
+        ({"top_k": 2**64}, "top_k"),
         ({"request_id": "a b"}, "request_id"),
         ({"timeout_s": 0}, "timeout_s"),
     ],
@@ -76,6 +78,67 @@ def test_what_is_wrong_is_named_in_both_apis(fields: dict[str, Any], param: str)
             make(**fields).generate()
         assert refused.value.param == param
         assert refused.value.text.startswith(param)
+
+
+TEXT_PART = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "", "content": "a"}], "messages.0.role"),
+        ([{"role": "user", "content": "a"}, {"role": "r" * 33, "content": "a"}], "messages.1.role"),
+        ([{"role": "user", "content": 5}], "messages.0.content"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        (
+            [{"role": "user", "content": [TEXT_PART, {"type": "image_url", "image_url": {}}]}],
+            "messages.0.content.1.type",
+        ),
+        ([{"role": "user", "content": [TEXT_PART] * 1025}], "messages.0.content"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls"),
+        ([{"role": "user", "content": "a"}] * 4097, "messages"),
+        ([], "messages"),
+    ],
+)
+def test_what_is_wrong_in_a_chat_is_named(messages: Any, param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        Intake(Ascii(), names=["m"], vocab_size=9, eos_token_ids=[], max_model_len=9).check(
+            chat(messages=messages).generate()
+        )
+    assert error_body(refused.value)["error"]["param"] == param
+    assert refused.value.text.startswith(f"{param}:")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (None, "prompt"),
+        (5, "prompt"),
+        ("", "prompt"),
+        ([], "prompt"),
+        ([[]], "prompt"),
+        (["a", "b"], "prompt"),
+        ([[1], [2]], "prompt"),
+        ([-1], "prompt.0"),
+        ([1, "a"], "prompt.1"),
+        ([True], "prompt.0"),
+        ([[1, -2]], "prompt.0.1"),
+    ],
+)
+def test_what_is_wrong_in_a_prompt_is_named(prompt: Any, param: str) -> None:
+    with pytest.raises(Refused) as refused:
+        completion(prompt=prompt).generate()
+    assert refused.value.param == param and refused.value.text.startswith(f"{param}:")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"max_completion_tokens": 0}, "max_completion_tokens")],
+)
+def test_what_is_wrong_is_named_as_the_caller_named_it(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(Refused, match=rf"^{param}: ") as refused:
+        chat(**fields).generate()
+    assert refused.value.param == param
 
 
 def answer(**fields: Any) -> Generated:

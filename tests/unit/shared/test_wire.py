@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shared import wire
 from shared.errors import BadRequest, KvrelayError, TooLarge
-from shared.messages import Generate, Heartbeat, Sampling, TokenBatch, TokenItem, TokenLogprob, Work
+from shared.messages import Generate, Heartbeat, Renew, Sampling, TokenBatch, TokenItem, TokenLogprob, Work
 
 
 def work() -> Work:
@@ -136,3 +136,10 @@ def test_none_is_left_out_of_msgpack_but_shown_in_json() -> None:
     item = TokenItem(request_id="a", attempt=0, index=0)
     assert "finish_reason" not in wire.unpack(wire.encode(item))
     assert json.loads(wire.encode(item, "json"))["finish_reason"] is None
+
+
+def test_a_number_that_msgpack_does_not_have_is_a_typed_error() -> None:
+    huge = Renew(holder="h", leases=[2**64])
+    with pytest.raises(BadRequest, match="64 bits"):
+        wire.encode(huge)
+    assert wire.decode(wire.encode(huge, "json"), Renew) == huge

@@ -106,8 +106,11 @@ def test_wrong_nats_password(bf16: Pipeline) -> None:
 
 
 def refused_up(*options: str, state: Path, env: dict[str, str] | None = None) -> str:
-    """Runs `kvrelay up` that must end by itself with exit code 1 and a clear text, which is returned."""
-    command = [sys.executable, "-m", "services.cli", "up", "--state-dir", str(state), *options]
+    """Runs `kvrelay up` that must end by itself with exit code 1 and a clear text, which is returned.
+
+    Without a port among the options it takes any free one: somebody else may have the default.
+    """
+    command = [sys.executable, "-m", "services.cli", "up", "--http-port", "0", "--state-dir", str(state), *options]
     environment = {**os.environ, **(env or {})}
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S, env=environment)
     assert done.returncode == 1, (done.returncode, done.stdout, done.stderr)

@@ -64,8 +64,8 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], word: str) -> No
         (("stats", "--json"), "kvrelay up"),
         (("run", "offload", "--http-port", "3"), "offload has no setting http_port"),
         (("models", "prepare", "no-such-model"), "no-such-model"),
-        (("up", "--model", "no-such-model"), "no-such-model"),
-        (("up", "--block-size", "0"), "block_size"),
+        (("up", "--http-port", "0", "--model", "no-such-model"), "no-such-model"),
+        (("up", "--http-port", "0", "--block-size", "0"), "block_size"),
     ],
 )
 def test_what_cannot_be_done_is_exit_code_1_and_one_line(tmp_path: Path, arguments: tuple[str, ...], word: str) -> None:

@@ -6,8 +6,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 
 from kernels.layout import page_layout, parse_kv_cache_dtype
 from kernels.triton.ahead import SHARED_LIMIT, Resources, attention, pages, rows
@@ -17,15 +22,26 @@ FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int8_channel", "int4
 """What decode serves. fp32, which is for comparing models, needs more registers than there are beyond head_dim 64."""
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = (1, 3, 4, 8, 16)
+SHARED_GROUPS = (1, 4, 8)
+"""Of query heads, for shared pages: tiles of 16 rows, and of 32 rows in one tile and in two."""
 BLOCK_SIZES = (16, 32)
-SAMPLE = (
-    ("bf16", 128, 4, 16, 80), ("int8", 64, 3, 32, 90), ("int8_channel", 256, 8, 16, 100), ("int4", 96, 1, 16, 80),
-    ("fp8_e4m3", 80, 16, 16, 100), ("k8v4", 64, 4, 16, 90),
-)  # fmt: skip
-"""(kv_cache_dtype, head_dim, group, block_size, compute capability): every kind of format, width and chip once."""
 VARIANTS = ((7, ()), (7, ("WINDOW", "SOFTCAP")), (1, ("WINDOW",)), (1, ("SOFTCAP", "PAGE_LSE")))
 """(max_query, extras) beyond plain decode; they have to compile and fit, spills do not matter."""
-Found = Iterator[tuple[str, Resources, bool]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some kernels that are compiled together, for one chip. `compile` is picklable."""
+
+    where: str
+    capability: int
+    may_spill: bool
+    compile: Callable[[], Resources | dict[str, Resources]]
+
+    def __call__(self) -> list[tuple[str, Resources]]:
+        found = self.compile()
+        named = found.items() if isinstance(found, dict) else (("", found),)
+        return [(f"{name} {self.where} sm_{self.capability}".strip(), needs) for name, needs in named]
 
 
 def layout_for(kv_cache_dtype: str, head_dim: int, block_size: int):
@@ -35,26 +51,33 @@ def layout_for(kv_cache_dtype: str, head_dim: int, block_size: int):
     return page_layout(k_format, v_format, block_size, 2, 2, head_dim, tail_format=compute)
 
 
-def decode(cases: Iterator[tuple[str, int, int, int, int]]) -> Found:
-    """The kernels that must not spill."""
+def sample() -> Iterator[tuple[str, int, int, int, int]]:
+    """Every format with every head_dim; over them, every format and every head_dim meets every group and every chip."""
+    chips = tuple(SHARED_LIMIT)
+    for (i, name), (j, head_dim) in itertools.product(enumerate(FORMATS), enumerate(HEAD_DIMS)):
+        yield name, head_dim, GROUPS[(i + j) % 5], BLOCK_SIZES[(i + j // 2) % 2], chips[(i + 2 * j) % 3]
+
+
+def decode(cases: Iterable[tuple[str, int, int, int, int]]) -> Iterator[Job]:
+    """The kernels that must not spill, by (kv_cache_dtype, head_dim, group, block_size, compute capability)."""
     for name, head_dim, group, block_size, capability in cases:
-        label = f"decode {name} head_dim {head_dim} group {group} block {block_size} sm_{capability}"
-        yield label, attention(layout_for(name, head_dim, block_size), group, capability), True
+        where = f"decode {name} head_dim {head_dim} group {group} block {block_size}"
+        layout = layout_for(name, head_dim, block_size)
+        yield Job(where, capability, False, partial(attention, layout, group, capability))
 
 
-def others(formats: tuple[str, ...], head_dims: tuple[int, ...], capabilities: tuple[int, ...]) -> Found:
+def others(formats: tuple[str, ...], head_dims: tuple[int, ...], capabilities: tuple[int, ...]) -> Iterator[Job]:
     """Every other kernel, by format where it knows of one."""
     for capability, head_dim in itertools.product(capabilities, head_dims):
         for name in formats:
             layout = layout_for(name, head_dim, 16 if head_dim != 128 else 32)
-            where = f"{name} head_dim {head_dim} sm_{capability}"
+            where = f"{name} head_dim {head_dim}"
             for max_query, extras in VARIANTS:
-                label = f"{'chunk' if max_query > 1 else 'decode'} {'+'.join(extras).lower()} {where}"
-                yield label, attention(layout, 4, capability, max_query=max_query, extras=extras), False
-            for kernel, found in pages(layout, capability).items():
-                yield f"{kernel} {where}", found, False
-        for kernel, found in rows(head_dim, 4096, "bf16", capability).items():
-            yield f"{kernel} head_dim {head_dim} sm_{capability}", found, False
+                what = f"{'chunk' if max_query > 1 else 'decode'} {'+'.join(extras).lower()}"
+                compile_ = partial(attention, layout, 4, capability, max_query=max_query, extras=extras)
+                yield Job(f"{what} {where}", capability, True, compile_)
+            yield Job(where, capability, True, partial(pages, layout, capability))
+        yield Job(f"head_dim {head_dim}", capability, True, partial(rows, head_dim, 4096, "bf16", capability))
 
 
 def problems(found: Resources, capability: int, spills_count: bool) -> list[str]:
@@ -68,23 +91,33 @@ def problems(found: Resources, capability: int, spills_count: bool) -> list[str]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compiles the kernels; exit code 1 if one does not fit its chip or a plain decode kernel spills."""
+    """Compiles the kernels; exit code 1 if one does not fit its chip or a plain decode kernel spills.
+
+    What Triton's own cache holds is not compiled again, so that an interrupted run goes on where it was.
+    """
     parser = argparse.ArgumentParser(prog="python -m kernels.triton.matrix", description=main.__doc__)
     parser.add_argument("--sample", action="store_true", help="a representative few instead of the whole matrix")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many to compile at once")
     chosen = parser.parse_args(arguments)
     if chosen.sample:
-        parts = (decode(iter(SAMPLE)), others(("int8_channel",), (64,), (90,)))
+        jobs = [*decode(sample()), *others(("int8_channel",), (64,), (90,))]
     else:
         every = itertools.product(FORMATS, HEAD_DIMS, GROUPS, BLOCK_SIZES, SHARED_LIMIT)
-        parts = (decode(every), others((*FORMATS, "fp32"), HEAD_DIMS, tuple(SHARED_LIMIT)))
+        jobs = [*decode(every), *others((*FORMATS, "fp32"), HEAD_DIMS, tuple(SHARED_LIMIT))]
     count = failures = 0
-    for label, found, spills_count in itertools.chain(*parts):
-        wrong = problems(found, int(label.rpartition("_")[2]), spills_count)
-        count, failures = count + 1, failures + bool(wrong)
-        needs = f"{found.registers:3} registers {found.stack:4} B stack {found.shared:6} B shared"
-        print(f"{'BAD' if wrong else 'ok '} {label:70} {needs} {'; '.join(wrong)}", flush=True)
+    with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
+        for job, kernels in zip(jobs, pool.map(_run, jobs), strict=True):
+            for label, found in kernels:
+                wrong = problems(found, job.capability, not job.may_spill)
+                count, failures = count + 1, failures + bool(wrong)
+                needs = f"{found.registers:3} registers {found.stack:4} B stack {found.shared:6} B shared"
+                print(f"{'BAD' if wrong else 'ok '} {label:70} {needs} {'; '.join(wrong)}", flush=True)
     print(f"{count - failures} of {count} kernels fit")
     return 1 if failures else 0
+
+
+def _run(job: Job) -> list[tuple[str, Resources]]:
+    return job()
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class PagedRun:
         )  # fmt: skip
         self.lengths[sequence] = end
         rows = [len(tokens) - 1] if logits_rows is None else logits_rows
-        return self.model.forward(torch.tensor(tokens), torch.arange(start, end), kv, rows)
+        return self.model.forward(torch.tensor(tokens), torch.arange(start, end), kv, rows).cpu()
 
     def decode(self, sequences: list[int], tokens: list[int]) -> torch.Tensor:
         """One step of the given sequences; logits [len(sequences), vocab]."""
@@ -70,7 +70,7 @@ class PagedRun:
         )  # fmt: skip
         positions = ints([n % size for n in starts])
         kv = KVStep(self.pages, self.tails, self.layout, batch, ints(sequences), positions, scales=self.scales)
-        logits = self.model.forward(torch.tensor(tokens), torch.tensor(starts), kv, list(range(len(sequences))))
+        logits = self.model.forward(torch.tensor(tokens), torch.tensor(starts), kv, list(range(len(sequences)))).cpu()
         full = [s for s in sequences if self.lengths[s] % size == size - 1]
         if full:
             blocks = [s * self.per_sequence + self.lengths[s] // size for s in full]

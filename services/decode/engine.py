@@ -17,10 +17,11 @@ from services.decode.batch import DecodeBatch, Emission, Key, Seal, Sequence
 from shared.errors import KvrelayError, Stale
 from shared.handles import Layout
 from shared.messages import Sampling
+from shared.models.choice import choose
 from shared.models.kv_step import KVStep
 from shared.models.runtime import Memory
 from shared.models.transformer import Transformer
-from shared.sampling import Sampler, choose_tokens
+from shared.sampling import Sampler
 
 
 @dataclass(slots=True)
@@ -110,10 +111,11 @@ class DecodeEngine:
         started = time.perf_counter()
         count = batch.begin()
         logits = self._forward(count)
+        self._fence()  # until then pages are being read
         if self._drop_stale(begun=True):
             return batch.active > 0
         samplers = [sequence.sampler for sequence in batch.rows[:count]]
-        emissions, seals = batch.end(choose_tokens(logits.numpy(), samplers))
+        emissions, seals = batch.end(choose(self._model.ops, logits, samplers))
         if seals:
             seals = self._seal(seals)
         for emission in emissions:
@@ -146,7 +148,7 @@ class DecodeEngine:
         self.batch.grant(sequence, [(0, 0)])
         while self.batch.active:
             logits = self._forward(self.batch.begin())
-            _, seals = self.batch.end(choose_tokens(logits.numpy(), [sampler]))
+            _, seals = self.batch.end(choose(self._model.ops, logits, [sampler]))
             self._seal(seals)
 
     def _forward(self, count: int) -> torch.Tensor:
@@ -200,8 +202,12 @@ class DecodeEngine:
             self._model.ops.seal_tails(
                 memory.pages, memory.tails, memory.layout, slots, blocks, scales=self._scale_tensor
             )
-            memory.fence()
+            self._fence()  # what is reported may be published and read by others
         return [seal for seal in seals if self._owns(seal)]
+
+    def _fence(self) -> None:
+        assert self._memory is not None, "map() comes first"
+        self._memory.fence()
 
     def _owns(self, seal: Seal) -> bool:
         pool = self._memory.pool if self._memory is not None else None

@@ -14,10 +14,11 @@ from kernels.scales import PoolScales
 from services.prefill.scheduler import Chunk, Key, Prompt, RoundRobin
 from shared.errors import Internal, KvrelayError, Stale
 from shared.handles import Layout, TailHandle
+from shared.models.choice import choose
 from shared.models.kv_step import KVStep
 from shared.models.runtime import Memory
 from shared.models.transformer import Transformer
-from shared.sampling import Choice, Sampler, choose_tokens
+from shared.sampling import Choice, Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class PrefillEngine:
         try:
             self._check(prompt)
             logits = self._forward(prompt, chunk)
+            self._fence()  # what is reported may be published and read by others
             self._check(prompt)
         except Stale as error:
             self._stop(prompt.key, error)
@@ -92,7 +94,7 @@ class PrefillEngine:
         prompt.advance(chunk)
         first = None
         if chunk.last:
-            first = choose_tokens(logits.numpy(), [self._samplers[prompt.key]])[0]
+            first = choose(self._model.ops, logits, [self._samplers[prompt.key]])[0]
             if first is None:
                 self._stop(prompt.key, Internal("the model's output is not a number; see the log of the worker"))
                 return len(self._turns) > 0
@@ -122,6 +124,10 @@ class PrefillEngine:
         self._turns.remove(key)
         self._samplers.pop(key, None)
         self._report(Gone(key, error))
+
+    def _fence(self) -> None:
+        assert self._memory is not None, "map() comes first"
+        self._memory.fence()
 
     def _check(self, prompt: Prompt) -> None:
         assert self._memory is not None, "map() comes first"

@@ -22,7 +22,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Transformer:
     """One model on one device. The residual stream is float32, everything else the compute dtype.
 
-    On a GPU `forward` takes tensors of the host as well as of the device, and has finished when it returns.
+    On a GPU `forward` takes tensors of the host as well as of the device, and returns before anything is computed: what
+    reads its logits waits for them, and `Memory.fence` for what is written into pages and tails.
     """
 
     def __init__(self, files: ModelFiles, dtype: str, ops: Ops, threads: int, device: str = "cpu") -> None:
@@ -55,18 +56,16 @@ class Transformer:
     ) -> torch.Tensor:
         """Writes the keys and values of `tokens` (int64 [T], at absolute `positions`, int64 [T]) as `kv` says.
 
-        Returns float32 logits [len(logits_rows), vocab] of those rows; none are computed for an empty list.
+        Returns float32 logits [len(logits_rows), vocab] of those rows, on the model's device, until the next call; none
+        are computed for an empty list.
         """
         if self._native is not None:
             return self._native.forward(tokens, positions, kv, logits_rows)
         rows = torch.as_tensor(logits_rows, dtype=torch.int64)
         if self._graphs is not None and DecodeGraphs.possible(kv, tokens.numel(), rows.numel()):
-            return self._graphs.run(tokens, positions, kv).cpu()
+            return self._graphs.run(tokens, positions, kv)
         here = self.device
-        logits = self._compute(tokens.to(here), positions.to(here), kv.to(here), rows.to(here)).cpu()
-        if here.type == "cuda":
-            torch.cuda.current_stream(here).synchronize()  # pages are published once this returns
-        return logits
+        return self._compute(tokens.to(here), positions.to(here), kv.to(here), rows.to(here))
 
     def _compute(
         self, tokens: torch.Tensor, positions: torch.Tensor, kv: KVStep, logits_rows: torch.Tensor

@@ -56,10 +56,19 @@ def _layer_names(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _home(path: Path) -> Path:
+    """`~` at the beginning, which no shell has replaced, is the user's folder."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
 def _list(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+HomePath = Annotated[Path, AfterValidator(_home)]
 Bytes = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 LayerNames = Annotated[tuple[str, ...], BeforeValidator(_list), AfterValidator(_layer_names)]
 KVFormat = Annotated[str, AfterValidator(_kv_format)]
@@ -77,7 +86,7 @@ class CommonSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
     section: ClassVar[str] = ""
 
-    state_dir: Path = Field(
+    state_dir: HomePath = Field(
         default_factory=default_state_dir, description="where a pipeline keeps what it must find again"
     )
     namespace: str = Field(
@@ -91,12 +100,12 @@ class CommonSettings(BaseModel):
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
         description="name of this process; default: actor and 6 hex digits",
     )
-    log_level: LogLevel = "info"
-    log_format: LogFormat = "auto"
+    log_level: LogLevel = Field(default="info", description="of the actors' logs")
+    log_format: LogFormat = Field(default="auto", description="auto: for people on a terminal, else JSON")
     otlp_endpoint: str | None = Field(
         default=None, pattern=r"^https?://", description="base URL of an OTLP/HTTP collector"
     )
-    trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    trace_sample_ratio: float = Field(default=1.0, ge=0, le=1, description="share of the requests that is traced")
     max_inflight: int = Field(default=256, ge=1, description="messages served at once; the next is answered 429")
     drain_timeout_s: float = Field(default=30.0, ge=0, description="how long accepted work may take at stop")
 
@@ -104,25 +113,33 @@ class CommonSettings(BaseModel):
 class CacheSettings(CommonSettings):
     """The model and its KV cache; the same for all actors that touch pages."""
 
-    model: str = "smollm2-135m"
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    model: str = Field(default="smollm2-135m", description="a known name, a GGUF file or a Hugging Face folder")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(default="bfloat16", description="of the computation")
     kv_cache_dtype: KVFormat = Field(default="auto", description="auto (dtype), int8_channel, int4, k16v4, k8v4, …")
     k_cache_dtype: SideFormat | None = Field(default=None, description="of keys, instead of kv_cache_dtype")
     v_cache_dtype: SideFormat | None = Field(default=None, description="of values, instead of kv_cache_dtype")
     kv_cache_dtype_skip_layers: LayerNames = Field(
         default=(), description="layers kept in dtype: indices, first:n, last:n"
     )
-    kv_scales_path: Path | None = Field(
+    kv_scales_path: HomePath | None = Field(
         default=None, description="file of `kvrelay calibrate`, for formats named per_tensor"
     )
-    block_size: int = Field(default=16, ge=1, le=256)
-    num_blocks_override: int | None = Field(default=None, ge=2)
-    kv_cache_memory_bytes: Bytes | None = None
+    block_size: int = Field(default=16, ge=1, le=256, description="tokens of a page: 16 or 32")
+    num_blocks_override: int | None = Field(default=None, ge=4, description="pages of each pool")
+    kv_cache_memory_bytes: Bytes | None = Field(
+        default=None, description="of each pool, such as 4GiB; default: 1 GiB, or what the machine allows"
+    )
     max_num_seqs: int = Field(default=32, ge=1, le=1024, description="sequences of one batch; tails for twice as many")
-    max_model_len: int | None = Field(default=None, ge=1)
-    prefill_pool: str = Field(default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$")
-    decode_pool: str = Field(default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$")
-    enable_prefix_caching: bool = True
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="longest sequence in tokens; default: the model's context, or what a pool holds"
+    )
+    prefill_pool: str = Field(
+        default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$", description="pool that prefill works in; cuda0 is on a GPU"
+    )
+    decode_pool: str = Field(
+        default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$", description="pool that decode works in; another one: copied"
+    )
+    enable_prefix_caching: bool = Field(default=True, description="find pages of earlier prompts")
 
 
 class WorkerSettings(CacheSettings):
@@ -130,14 +147,16 @@ class WorkerSettings(CacheSettings):
 
     max_num_batched_tokens: int = Field(default=512, ge=16, description="tokens of one forward pass: the prefill chunk")
     threads: int | None = Field(default=None, ge=1, le=1024, description="compute threads; default: all usable cores")
-    kernels: Literal["auto", "cpu", "reference", "triton"] = "auto"
+    kernels: Literal["auto", "cpu", "reference", "triton"] = Field(
+        default="auto", description="auto: the fastest there are; another one or nothing"
+    )
 
 
 class GatewaySettings(CacheSettings):
     section: ClassVar[str] = "gateway"
 
-    http_host: str = "127.0.0.1"
-    http_port: int = Field(default=8000, ge=0, le=65_535)
+    http_host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: every one")
+    http_port: int = Field(default=8000, ge=0, le=65_535, description="0: any free one")
     queue_size: int = Field(default=256, ge=1, description="requests that may wait; the next is answered 429")
 
 
@@ -155,7 +174,7 @@ class BlockManagerSettings(CacheSettings):
     section: ClassVar[str] = "block_manager"
 
 
-class OffloadSettings(CacheSettings):
+class OffloadSettings(CommonSettings):
     section: ClassVar[str] = "offload"
 
 
@@ -163,12 +182,17 @@ _ALL: tuple[type[CommonSettings], ...] = (
     GatewaySettings, PrefillSettings, DecodeSettings, BlockManagerSettings, OffloadSettings,
 )  # fmt: skip
 _KNOWN = frozenset(name for kind in _ALL for name in kind.model_fields)
+_SECTIONS = frozenset(kind.section for kind in _ALL)
+
+
+class WrongFlag(Misconfigured):
+    """A flag has a value that its setting may not have: wrong usage of the command line."""
 
 
 def load(kind: type[S], overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> S:
     """The settings of one actor. `overrides` are flags; None among them means not given.
 
-    Raises Misconfigured naming the setting, where it came from and what it may be.
+    Raises Misconfigured (WrongFlag for a flag) naming the setting, where it came from and what it may be.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
@@ -186,14 +210,15 @@ def load(kind: type[S], overrides: Mapping[str, Any] | None = None, environ: Map
             take({name: text}, f"KVRELAY_{name.upper()}")
     take({name: value for name, value in (overrides or {}).items() if value is not None}, "flag")
     for name in values.keys() - kind.model_fields.keys():
-        raise Misconfigured(_unknown(name, source[name]))
+        raise Misconfigured(_unknown(name, source[name], kind))
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
         text = problem["msg"].removeprefix("Value error, ").removeprefix(f"{name}: ")
-        raise Misconfigured(f"{name} ({source.get(name, 'default')}): {text}") from None
+        wrong = WrongFlag if source.get(name) == "flag" else Misconfigured
+        raise wrong(f"{name} ({source.get(name, 'default')}): {text}") from None
 
 
 class NatsAccess(NamedTuple):
@@ -223,6 +248,8 @@ def connection(settings: CommonSettings, role: str) -> NatsAccess:
         ) from None
     except PermissionError:
         raise Misconfigured(f"{path} belongs to another user") from None
+    except OSError as error:
+        raise Misconfigured(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise Misconfigured(f"{path} does not name a URL and the user {role}; start the pipeline again") from None
 
@@ -231,26 +258,31 @@ def _from_file(kind: type[CommonSettings], environ: Mapping[str, str]) -> dict[s
     given = environ.get("KVRELAY_CONFIG")
     path = Path(given or "kvrelay.toml")
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if given:
             raise Misconfigured(f"KVRELAY_CONFIG names {path}, which does not exist") from None
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise Misconfigured(f"cannot read {path}: {error}") from None
-    sections = {settings.section for settings in _ALL}
     values: dict[str, Any] = {}
     for name, value in content.items():
-        if isinstance(value, dict) and name in sections:
+        if isinstance(value, dict) and name in _SECTIONS:
             continue
         if name not in _KNOWN:
-            raise Misconfigured(_unknown(name, str(path)))
+            raise Misconfigured(_unknown(name, str(path), kind))
         if name in kind.model_fields:
             values[name] = value
     own = content.get(kind.section, {}) if kind.section else {}
     return {**values, **own}
 
 
-def _unknown(name: str, source: str) -> str:
-    close = difflib.get_close_matches(name, _KNOWN, 1)
+def _unknown(name: str, source: str, kind: type[CommonSettings]) -> str:
+    """What is wrong with a name that `kind` does not have."""
+    if name in _SECTIONS:
+        return f"{source}: {name!r} is a table, not a setting: write [{name}] and its settings below"
+    if name in _KNOWN:
+        owners = ", ".join(one.section for one in _ALL if name in one.model_fields)
+        return f"{source}: {kind.section or 'the command'} has no setting {name!r}; it belongs to {owners}"
+    close = difflib.get_close_matches(name, sorted(_KNOWN | _SECTIONS), 1)
     return f"{source}: there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.nats.config import render
+from infra.nats.config import LOG, render
 from infra.nats.credentials import Credentials
 from shared.errors import Misconfigured
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
+COMPLAINTS = "stderr.log"  # empty unless its configuration is wrong or it panics
 
 
 def find_binary() -> Path:
@@ -95,18 +96,21 @@ class NatsServer:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for stale in self._folder.glob("*.ports"):
             stale.unlink()
+        if self._process is None:
+            (self._folder / LOG).unlink(missing_ok=True)  # of an earlier run
         self._write_config()
         self._started = time.monotonic()
-        self._process = await asyncio.create_subprocess_exec(
-            str(find_binary()),
-            "--config",
-            str(self._folder / "server.conf"),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            preexec_fn=self._preexec,
-            start_new_session=True,
-        )
+        with (self._folder / COMPLAINTS).open("wb") as complaints:
+            self._process = await asyncio.create_subprocess_exec(
+                str(find_binary()),
+                "--config",
+                str(self._folder / "server.conf"),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=complaints,
+                preexec_fn=self._preexec,
+                start_new_session=True,
+            )
         try:
             self._port = await self._wait_until_ready(self._process)
         except BaseException:
@@ -136,9 +140,10 @@ class NatsServer:
         self._signal(signal.SIGKILL)
 
     def last_words(self) -> list[str]:
-        """The last lines of the server's log, oldest first."""
-        log = self._folder / "server.log"
-        return log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
+        """The last lines that the server left, oldest first: what it said before it had a log comes last."""
+        logs = [self._folder / name for name in (LOG, COMPLAINTS)]
+        text = "\n".join(log.read_text(errors="replace").strip() for log in logs if log.exists())
+        return text.strip().splitlines()[-5:]
 
     def _signal(self, number: signal.Signals) -> None:
         # not Process.send_signal(): it polls first, and may take the exit code away from `wait`
@@ -156,8 +161,8 @@ class NatsServer:
             namespace=self._namespace,
             credentials=self.credentials,
         )
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(text.encode(errors="surrogateescape"))
 
     async def _wait_until_ready(self, process: asyncio.subprocess.Process) -> int:
         """The port, once the server listens: it writes its ports file after it has bound them."""

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from shared.compute_environment import available_memory
 from shared.errors import Misconfigured
 from shared.handles import Layout
 from shared.settings import BlockManagerSettings
@@ -14,18 +15,6 @@ DEFAULT_BYTES: Final = 1 << 30
 MEMORY_SHARE: Final = 0.25
 SHM_SHARE: Final = 0.8
 MIN_BLOCKS: Final = 4
-_CGROUP: Final = Path("/sys/fs/cgroup")
-
-
-def available_memory() -> int:
-    """Bytes this process may still use: what the kernel says is available, or what is left of the cgroup's limit."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        limit, used = (_CGROUP / "memory.max").read_text().strip(), (_CGROUP / "memory.current").read_text()
-    except OSError:
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
 def blocks_of(
@@ -41,7 +30,7 @@ def blocks_of(
     elif device_room is not None:
         blocks = (device_room - tails_of(settings) * layout.tail_bytes) // layout.page_bytes
     else:
-        room = min(MEMORY_SHARE * available_memory(), SHM_SHARE * shutil.disk_usage(shm).free) / pools
+        room = min(MEMORY_SHARE * available_memory(), SHM_SHARE * _free(shm)) / pools
         blocks = int(min(DEFAULT_BYTES, room) - tails_of(settings) * layout.tail_bytes) // layout.page_bytes
     if blocks < MIN_BLOCKS:
         raise Misconfigured(
@@ -49,6 +38,13 @@ def blocks_of(
             f"give kv_cache_memory_bytes or num_blocks_override for at least {MIN_BLOCKS} pages"
         )
     return blocks
+
+
+def _free(shm: Path) -> int:
+    try:
+        return shutil.disk_usage(shm).free
+    except OSError as error:
+        raise Misconfigured(f"pools cannot be in {shm}: {error.strerror}; set KVRELAY_SHM_DIR") from error
 
 
 def tails_of(settings: BlockManagerSettings) -> int:

@@ -11,7 +11,12 @@ import typer
 from typer.core import TyperGroup
 
 from services.cli import commands, console
+from services.cli.application import application
 from shared.errors import KvrelayError
+from shared.settings import WrongFlag
+
+INTERRUPTED = 130
+"""What Typer makes of Ctrl-C."""
 
 
 class Commands(TyperGroup):
@@ -29,10 +34,9 @@ class Commands(TyperGroup):
         return command
 
 
-app = typer.Typer(
+app = application(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -57,14 +61,20 @@ def kvrelay(
 
 def main() -> None:
     """Runs the command line. An error meant for the user is one line on stderr, never a traceback."""
+    console.never_fail_on_characters()
     try:
         app(prog_name="kvrelay")
     except KvrelayError as error:
         console.complain(error.text)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, WrongFlag) else 1)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:  # most likely stdout is a file on a full disk
+        console.complain(f"{error.filename or 'output'}: {error.strerror or error}")
+        sys.exit(1)
+    except SystemExit as end:
+        sys.exit(1 if end.code == INTERRUPTED else end.code)
 
 
 if __name__ == "__main__":

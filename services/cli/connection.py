@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 
+from services.cli.state_dir import running
 from shared.errors import Misconfigured
 
 if TYPE_CHECKING:
@@ -55,22 +56,27 @@ class Where(NamedTuple):
 
 def with_login(settings: Any) -> Any:
     """The same settings with the credentials taken out of `nats_url` into `nats_user` and `nats_password`."""
+    return settings.model_copy(update=login_in(settings.nats_url))
+
+
+def login_in(nats_url: str | None) -> dict[str, Any]:
+    """The settings that a NATS URL stands for: `nats_url` without credentials, and, if it has any, the user and the
+    password. Raises Misconfigured if it is none."""
     from pydantic import SecretStr
 
-    if settings.nats_url is None:
-        return settings
-    url: str = settings.nats_url if "://" in settings.nats_url else f"nats://{settings.nats_url}"
-    parts = urlsplit(url)
+    if nats_url is None:
+        return {}
+    parts = urlsplit(nats_url if "://" in nats_url else f"nats://{nats_url}")
     try:
         host, port = parts.hostname, parts.port or 4222
     except ValueError:
         host, port = None, 0
     if not host:
         raise Misconfigured("the NATS URL must look like nats://user:password@host:port")
-    update: dict[str, Any] = {"nats_url": f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}"}
+    found: dict[str, Any] = {"nats_url": f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}"}
     if parts.username:
-        update |= {"nats_user": unquote(parts.username), "nats_password": SecretStr(unquote(parts.password or ""))}
-    return settings.model_copy(update=update)
+        found |= {"nats_user": unquote(parts.username), "nats_password": SecretStr(unquote(parts.password or ""))}
+    return found
 
 
 @asynccontextmanager
@@ -78,10 +84,16 @@ async def connected(role: str, where: Where) -> AsyncIterator[Bus]:
     """The bus for the length of the block. Raises what prevents it, in words for the user."""
     from shared import logs
     from shared.bus import Bus
-    from shared.settings import connection
+    from shared.settings import NATS_FILE, connection
 
     logs.setup("error")
     settings = where.settings()
+    own = settings.nats_url is not None or (settings.state_dir / NATS_FILE).exists()
+    if not own and (external := running(settings.state_dir).get("nats_url")):
+        raise Misconfigured(
+            f"the pipeline of {settings.state_dir} uses the NATS server {external}: "
+            "give --nats-url with a user and its password"
+        )
     access = connection(settings, role)
     bus = await Bus.connect(
         access.url,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from functools import cache
@@ -27,9 +28,17 @@ def err() -> Console:
     return Console(stderr=True)
 
 
+def never_fail_on_characters() -> None:
+    """From now on a character that the terminal's encoding does not have is a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout, on one line when somebody else's program reads it."""
-    text = json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None)
+    unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+    text = json.dumps(value, ensure_ascii=not unicode, indent=2 if sys.stdout.isatty() else None)
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -14,6 +14,11 @@ async def until_healthy(host: str, port: int) -> None:
         await asyncio.sleep(POLL_S)
 
 
+def bracketed(host: str) -> str:
+    """`host` as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
 async def _status(host: str, port: int) -> int:
     """The status code of `GET /health`; 0 if nobody answers."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -21,7 +26,7 @@ async def _status(host: str, port: int) -> int:
         async with asyncio.timeout(ANSWER_LIMIT_S):
             reader, writer = await asyncio.open_connection(reachable, port)
             try:
-                writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                writer.write(f"GET /health HTTP/1.1\r\nHost: {bracketed(host)}\r\nConnection: close\r\n\r\n".encode())
                 words = (await reader.readline()).split()
             finally:
                 writer.close()

@@ -17,6 +17,7 @@ from typing import Literal
 
 from infra.nats.server import find_binary
 from services.cli.console import size
+from shared.compute_environment import available_memory, usable_cores
 from shared.errors import Misconfigured
 
 Level = Literal["ok", "warn", "fail"]
@@ -67,7 +68,7 @@ def _packages() -> Iterator[Finding]:
     try:
         yield Finding("triton", "ok", importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("triton", "ok", "not installed (only GPUs need it: pip install kvrelay[gpu])")
+        yield Finding("triton", "ok", "not installed (only GPUs need it: pip install -e '.[gpu]')")
 
 
 def _model_package() -> Finding:
@@ -77,7 +78,7 @@ def _model_package() -> Finding:
 
 
 def _cores() -> Finding:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     level: Level = "ok" if usable >= 2 else "warn"
     return Finding("cores", level, f"{usable} usable", "" if usable >= 2 else "prefill and decode will share one core")
 
@@ -93,25 +94,13 @@ def _instructions() -> Finding:
 
 
 def _memory() -> Finding:
-    available = available_memory()
-    if available is None:
+    try:
+        available = available_memory()
+    except OSError:
         return Finding("memory", "ok", "unknown on this system")
     fine = available >= MIN_MEMORY
     fix = "" if fine else f"at least {size(MIN_MEMORY)} for the demo model; close something or use a smaller pool"
     return Finding("memory", "ok" if fine else "warn", f"{size(available)} available", fix)
-
-
-def available_memory() -> int | None:
-    """Bytes that can still be taken, the container's limit included; None where it cannot be told."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)
-    available = int(found[1]) * 1024 if found else None
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if available is not None and limit.exists() and (text := limit.read_text().strip()).isdigit():
-        available = min(available, int(text) - int(used.read_text()))
-    return available
 
 
 def _room(name: str, folder: Path, wanted: int, fix: str) -> Finding:

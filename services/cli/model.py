@@ -13,6 +13,9 @@ from services.cli.child import die_with_parent
 from services.cli.progress import Bar
 from shared.errors import Misconfigured
 
+TIDY_S = 3.0
+"""How long an interrupted conversion may take to remove what it has written."""
+
 
 async def prepare(model: str, dtype: str) -> None:
     """Returns once the model is in the cache, showing progress. Raises Misconfigured with what is wrong with it."""
@@ -42,9 +45,17 @@ async def prepare(model: str, dtype: str) -> None:
                     bar.update(step["what"], step["done"], step["total"])
         code = await process.wait()
     finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        await _end(process)
         text = (await complaint).decode(errors="replace").strip()
     if code:
         raise Misconfigured(text.removeprefix("error:").strip() or f"preparing the model ended with code {code}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Harmless if it has ended."""
+    for number, patience_s in ((signal.SIGTERM, TIDY_S), (signal.SIGKILL, None)):
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), patience_s)

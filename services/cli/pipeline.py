@@ -13,7 +13,7 @@ from typing import Any
 from infra.nats.roles import ACTORS
 from infra.nats.server import NatsServer
 from services.cli.child import Child, die_with_parent
-from services.cli.health import until_healthy
+from services.cli.health import bracketed, until_healthy
 from services.cli.model import prepare
 from services.cli.readiness import Readiness
 from services.cli.report import Report
@@ -129,7 +129,7 @@ class Pipeline:
         self._report.busy("")
         summary = {
             "pid": os.getpid(),
-            "http_url": f"http://{settings.http_host}:{settings.http_port}",
+            "http_url": f"http://{bracketed(settings.http_host)}:{settings.http_port}",
             "nats_url": self._nats_url,
             "namespace": settings.namespace,
             "model": settings.model,

@@ -15,16 +15,21 @@ Prompt = str | list[dict[str, Any]]
 
 def read_prompts(source: str) -> list[Prompt]:
     """The prompts of a file, or of stdin for `-`. Raises Misconfigured naming the line that is none."""
-    try:
-        text = sys.stdin.read() if source == "-" else Path(source).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Misconfigured(f"cannot read prompts from {source}: {error}") from error
+    text = read_text(source)
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise Misconfigured(f"there are no prompts in {source}")
     if not lines[0][1].lstrip().startswith("{"):
         return [line for _, line in lines]
     return [_of_json(line, f"{source}:{number}") for number, line in lines]
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of stdin for `-`. Raises Misconfigured if there is none, or none in UTF-8."""
+    try:
+        return (sys.stdin.buffer.read() if source == "-" else Path(source).expanduser().read_bytes()).decode()
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        raise Misconfigured(f"cannot read {'stdin' if source == '-' else source}: {error}") from error
 
 
 def _of_json(line: str, where: str) -> Prompt:

@@ -94,7 +94,7 @@ def _scales(files: ModelFiles, settings: CacheSettings, pages: PageLayout) -> Sc
     if path is None:
         raise Misconfigured(f"{formats} need kv_scales_path: make the file with `kvrelay calibrate`")
     try:
-        return read(path.expanduser(), pages.layers, files.identity, pages.k_format, pages.v_format)
+        return read(path, pages.layers, files.identity, pages.k_format, pages.v_format)
     except BadScales as error:
         raise Misconfigured(f"kv_scales_path: {error}") from error
 

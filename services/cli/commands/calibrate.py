@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from services.cli import console
+from services.cli.application import application
 from services.cli.connection import JsonOption
 from services.cli.prompts import read_prompts
 from shared.errors import Misconfigured
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from shared.models.files import ModelFiles
     from shared.settings import PrefillSettings
 
-app = typer.Typer(add_completion=False)
+app = application()
 DEFAULT_FORMAT = "fp8_per_tensor"
 SUFFIXES = (".safetensors", ".json")
 

@@ -7,11 +7,12 @@ from dataclasses import asdict
 import typer
 
 from services.cli import console
+from services.cli.application import application
 from services.cli.connection import JsonOption, NamespaceOption, NatsUrlOption, StateDirOption, Where, connected, run
 from services.cli.machine import Finding, findings
 from shared.errors import KvrelayError, Misconfigured
 
-app = typer.Typer(add_completion=False)
+app = application()
 
 
 @app.command()
@@ -71,6 +72,7 @@ def _geometry() -> list[Finding]:
 
 
 def _show(report: list[Finding]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
@@ -78,7 +80,7 @@ def _show(report: list[Finding]) -> None:
     for column in ("name", "level", "value"):
         table.add_column(column, overflow="fold")
     for finding in report:
-        table.add_row(finding.name, marks[finding.level], finding.value)
+        table.add_row(finding.name, marks[finding.level], escape(finding.value))
         if finding.fix:
-            table.add_row("", "", f"→ {finding.fix}", style="dim")
+            table.add_row("", "", escape(f"→ {finding.fix}"), style="dim")
     console.out().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import uuid
 from contextlib import aclosing
@@ -11,14 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.cli import console, state_dir
+from services.cli.application import application
 from services.cli.connection import JsonOption, NamespaceOption, NatsUrlOption, StateDirOption, Where, connected, run
+from services.cli.prompts import read_text
 from shared.errors import Unavailable
 
 if TYPE_CHECKING:
     from shared.bus import Bus
     from shared.messages import Generate
 
-app = typer.Typer(add_completion=False)
+app = application()
 NO_LIMIT_S = 86_400.0
 RESTART_LIMIT_S = 10.0
 RETRY_S = 0.1
@@ -52,7 +55,7 @@ def generate(
     namespace: NamespaceOption = None,
 ) -> None:
     """Ask the running pipeline and print what the model says."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_text("-") if prompt == "-" else prompt
     if not text:
         raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
     if raw and system is not None:
@@ -77,6 +80,10 @@ def generate(
         "cache_salt": cache_salt,
         "timeout_s": timeout,
     }
+    try:
+        json.dumps(request, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("a text on the command line is not valid UTF-8") from None
     show = (stream if stream is not None else not as_json) and not as_json
     answer = run(_ask(request, stream is not False, show, Where(state, nats_url, namespace)))
     if as_json:
@@ -112,7 +119,7 @@ async def _once(bus: Bus, request: dict[str, Any], stream: bool, show: bool) -> 
     """One attempt under a request id of its own. When it is cancelled, the gateway is told."""
     from pydantic import ValidationError
 
-    from shared.errors import BadRequest, KvrelayError
+    from shared.errors import KvrelayError
     from shared.messages import Cancel, CancelResult, Generate, Generated
 
     request_id = f"cli-{uuid.uuid4().hex[:16]}"
@@ -120,7 +127,7 @@ async def _once(bus: Bus, request: dict[str, Any], stream: bool, show: bool) -> 
         message = Generate.model_validate({**request, "request_id": request_id, "stream": stream})
     except ValidationError as error:
         first = error.errors()[0]
-        raise BadRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise typer.BadParameter(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     try:
         if stream:
             return await _collect(bus, message, show)

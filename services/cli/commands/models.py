@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from typing import Annotated, Any
 
 import typer
 
 from services.cli import console
+from services.cli.application import application
 from services.cli.connection import JsonOption
 
-app = typer.Typer(add_completion=False, invoke_without_command=True)
+app = application(invoke_without_command=True)
 
 
 @app.callback()
@@ -55,6 +57,8 @@ def prepare(
     """Convert a model into the cache that all workers share, unless it is there already."""
     from shared.models import files
 
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: what is half converted is removed
+        signal.signal(number, signal.default_int_handler)
     if as_json:
         ready = files.prepare(model, dtype, _progress_line)
         console.print_json({"path": str(ready.directory), "name": ready.config.name, "identity": ready.identity})
@@ -72,13 +76,14 @@ def _progress_line(what: str, done: int, total: int) -> None:
 
 
 def _show(known: list[dict[str, Any]], converted: list[dict[str, Any]]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     names = Table(title="known by name", title_justify="left")
     names.add_column("name")
     names.add_column("source", overflow="fold")
     for model in known:
-        names.add_row(model["name"], model["source"])
+        names.add_row(model["name"], escape(model["source"]))
     console.out().print(names)
     if not converted:
         console.out().print("none is converted yet; `kvrelay up` or `kvrelay models prepare` does it", style="dim")
@@ -89,5 +94,5 @@ def _show(known: list[dict[str, Any]], converted: list[dict[str, Any]]) -> None:
     cache.add_column("folder", overflow="fold")
     for model in converted:
         row = (model["name"], model["architecture"], model["dtype"], console.size(model["bytes"]), model["path"])
-        cache.add_row(*row)
+        cache.add_row(*map(escape, row))
     console.out().print(cache)

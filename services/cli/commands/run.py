@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from infra.nats.roles import ACTORS
+from services.cli.application import application
 from services.cli.connection import with_login
 from services.cli.options import KINDS, environment, known, with_settings
 from shared import settings
 from shared.errors import Misconfigured
 
-app = typer.Typer(add_completion=False)
+app = application()
 
 
 def run(flags: dict[str, Any], actor: Annotated[str, typer.Argument(help=f"One of {', '.join(ACTORS)}.")]) -> None:

@@ -8,16 +8,15 @@ from collections.abc import Iterable
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from services.cli import console, state_dir
+from services.cli.application import application
 from services.cli.connection import JsonOption, NamespaceOption, NatsUrlOption, StateDirOption, Where, connected, run
 from services.cli.geometry import too_small
 
 if TYPE_CHECKING:
     from shared.bus import Bus
 
-app = typer.Typer(add_completion=False)
+app = application()
 LISTEN_S = 2.5
 """Actors send a heartbeat each second: whoever is silent this long is not there."""
 PING_SILENCE_S = 0.25
@@ -136,6 +135,7 @@ def _actors(heard: list[Any], expected: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _show(found: dict[str, Any]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     pools = Table(title="pools", title_justify="left")
@@ -147,11 +147,11 @@ def _show(found: dict[str, Any]) -> None:
         pools.add_row(heading, *(column[heading] for column in columns))
     actors = Table(title="actors", title_justify="left")
     for heading in ("actor", "instance", "pid", "health"):
-        actors.add_column(heading)
+        actors.add_column(heading, overflow="fold")
     for row in found["actors"]:
         colour = {"ready": "green", "missing": "red"}.get(row["health"], "yellow")
-        health = f"[{colour}]{row['health']}[/] {row['reason']}".strip()
-        actors.add_row(row["name"], row["instance"] or "–", str(row["pid"] or "–"), health)
+        health = f"[{colour}]{row['health']}[/] {escape(row['reason'])}".strip()
+        actors.add_row(row["name"], row["instance"] or "-", str(row["pid"] or "-"), health)
     console.out().print(pools)
     for name, pool in found["pools"].items():
         advice = too_small(pool["block_size"], pool["table_share"], pool["scale_share"])

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from infra.nats.server import port_is_free
-from services.cli.connection import with_login
+from services.cli.application import application
+from services.cli.connection import login_in
 from services.cli.options import KINDS, environment, known, with_settings
 from services.cli.pipeline import Pipeline, Plan
 from services.cli.report import Report
@@ -17,7 +18,7 @@ from services.cli.state_dir import StateDir
 from shared import logs, settings
 from shared.errors import Misconfigured
 
-app = typer.Typer(add_completion=False)
+app = application()
 
 
 def up(
@@ -33,20 +34,23 @@ def up(
     """
     for kind in KINDS.values():
         settings.load(kind, known(kind, flags))
-    gateway = with_login(settings.load(settings.GatewaySettings, known(settings.GatewaySettings, flags)))
-    gateway = gateway.model_copy(update={"state_dir": gateway.state_dir.expanduser().absolute()})
+    gateway = settings.load(settings.GatewaySettings, known(settings.GatewaySettings, flags))
+    if nats_port and gateway.nats_url is not None:
+        raise typer.BadParameter("no server is started when there is a NATS URL", param_hint="--nats-port")
+    login = login_in(gateway.nats_url)
+    gateway = gateway.model_copy(update={**login, "state_dir": gateway.state_dir.absolute()})
     if gateway.http_port == 0:
         gateway = gateway.model_copy(update={"http_port": _free_port(gateway.http_host)})
     logs.setup("error")
     state = StateDir(gateway.state_dir)
     try:
         if not port_is_free(gateway.http_host, gateway.http_port):
-            where = f"{gateway.http_host}:{gateway.http_port}"
-            raise Misconfigured(f"HTTP address {where} cannot be taken; choose another with --http-port (0: any free)")
-        chosen = {name: getattr(gateway, name) for name in ("state_dir", "http_port", "nats_url", "nats_user")}
+            raise _not_to_be_had(f"{gateway.http_host}:{gateway.http_port}")
+        # a user that is not in the URL is each actor's own: it may be in its table of kvrelay.toml
+        chosen = {"state_dir": gateway.state_dir, "http_port": gateway.http_port, **login}
         plan = Plan(
             settings=gateway,
-            environment=environment({**flags, **chosen, "nats_password": gateway.nats_password}),
+            environment=environment({**flags, **chosen}),
             nats_port=nats_port,
             workers={"prefill": prefill_workers, "decode": decode_workers},
         )
@@ -60,8 +64,17 @@ async def _run(plan: Plan, state: StateDir, report: Report) -> None:
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            return int(probe.getsockname()[1])
+    except OSError:
+        raise _not_to_be_had(host) from None
+
+
+def _not_to_be_had(address: str) -> Misconfigured:
+    return Misconfigured(
+        f"HTTP address {address} cannot be taken; choose another with --http-host and --http-port (0: any free)"
+    )
 
 
 app.command()(with_settings(KINDS.values(), up))

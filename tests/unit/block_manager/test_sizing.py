@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.block_manager.sizing import available_memory, blocks_of, tails_of
+from services.block_manager.sizing import blocks_of, tails_of
+from shared.compute_environment import available_memory
 from shared.errors import Misconfigured
 from shared.settings import BlockManagerSettings
 from tests.support.pools import tiny_layout
@@ -30,6 +31,11 @@ def test_by_default_the_pools_share_what_the_machine_can_spare(tmp_path: Path) -
     assert one <= 1024 and many < one
     assert 64 * many * (1 << 20) <= 0.3 * available_memory()
     assert tails_of(settings) == 8
+
+
+def test_a_place_for_pools_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Misconfigured, match=r"nowhere.*KVRELAY_SHM_DIR"):
+        blocks_of(BlockManagerSettings(), LAYOUT, tmp_path / "nowhere", 1)
 
 
 def test_a_pool_that_is_too_small_for_anything_is_refused() -> None:

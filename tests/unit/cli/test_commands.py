@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from services.cli.commands import doctor
+from services.cli.machine import Finding
+from services.cli.options import KINDS, NOT_FLAGS
+
 COMMANDS = ("up", "run", "generate", "stats", "doctor", "models")
 
 
-def kvrelay(*arguments: str, limit_s: float = 60) -> subprocess.CompletedProcess[str]:
+def kvrelay(*arguments: str, limit_s: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment)
     assert "Traceback" not in done.stderr
     return done
 
@@ -25,6 +32,36 @@ def test_help_lists_every_command_and_each_has_its_own() -> None:
     for command in COMMANDS:
         assert command in done.stdout
         assert kvrelay(command, "--help").returncode == 0
+
+
+def test_every_flag_is_shown_whole_however_narrow_the_terminal_is() -> None:
+    said = kvrelay("up", "--help", COLUMNS="50").stdout
+    flags = {name for kind in KINDS.values() for name in kind.model_fields} - NOT_FLAGS
+    assert {f"--{name.replace('_', '-')}" for name in flags} <= set(re.findall(r"--[a-z-]+", said))
+
+
+def test_characters_that_the_terminal_does_not_have_are_question_marks(tmp_path: Path) -> None:
+    done = kvrelay("doctor", "--state-dir", str(tmp_path), PYTHONIOENCODING="ascii")
+    assert "? no pipeline runs" in done.stdout
+
+
+def test_json_needs_no_unicode_terminal(tmp_path: Path) -> None:
+    done = kvrelay("doctor", "--json", "--state-dir", str(tmp_path / "é"), PYTHONIOENCODING="ascii")
+    assert any("é" in finding["fix"] for finding in json.loads(done.stdout)["findings"])
+
+
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "services.cli", "models", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=20, check=False)
+    assert done.returncode == 1
+    assert "No space left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_brackets_are_text_and_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor._show([Finding("x", "warn", "pip install -e '.[gpu]'", "see [/nowhere]")])
+    said = capsys.readouterr().out
+    assert ".[gpu]" in said and "[/nowhere]" in said
 
 
 def test_no_command_imports_torch() -> None:
@@ -47,6 +84,9 @@ def test_no_command_imports_torch() -> None:
         (("generate", "hi", "--raw", "--system", "x"), "system"),
         (("run", "nobody"), "nobody"),
         (("up", "--prefill-workers", "0"), "prefill-workers"),
+        (("up", "--block-size", "0"), "block_size"),
+        (("up", "--nats-url", "nats://somewhere", "--nats-port", "4222"), "nats-port"),
+        (("generate", "hi", "--cache-salt", "caf\udce9"), "UTF-8"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], word: str) -> None:
@@ -65,7 +105,6 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], word: str) -> No
         (("run", "offload", "--http-port", "3"), "offload has no setting http_port"),
         (("models", "prepare", "no-such-model"), "no-such-model"),
         (("up", "--http-port", "0", "--model", "no-such-model"), "no-such-model"),
-        (("up", "--http-port", "0", "--block-size", "0"), "block_size"),
     ],
 )
 def test_what_cannot_be_done_is_exit_code_1_and_one_line(tmp_path: Path, arguments: tuple[str, ...], word: str) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import stat
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import nats
 import nats.errors
 import pytest
 
+from infra.nats.config import LOG, render
+from infra.nats.credentials import Credentials
 from infra.nats.roles import ACTORS, ROLES, inbox_prefix
-from infra.nats.server import NatsServer
+from infra.nats.server import NatsServer, find_binary
+from services.cli.child import die_with_parent
 from shared.errors import Misconfigured
 from shared.settings import CommonSettings, connection
 
@@ -64,6 +71,40 @@ async def test_a_killed_server_comes_back_on_its_port_with_its_passwords(server:
     assert (server.url, server.credentials.roles) == (url, users)
     client = await connect(server, "client")
     await client.close()
+
+
+async def test_any_name_of_the_state_directory_will_do(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / 'é 你 "quoted" back\\slash' / os.fsdecode(b"caf\xe9"), preexec=die_with_parent())
+    await server.start()
+    await server.stop()
+
+
+async def test_why_it_does_not_start_is_said_in_its_own_words(tmp_path: Path) -> None:
+    folder = tmp_path / "nats"
+    folder.mkdir()
+    (folder / LOG).write_text("of an earlier run\n")
+    (folder / "jetstream").write_text("no folder\n")
+    with pytest.raises(Misconfigured, match="not a directory") as refusal:
+        await NatsServer(tmp_path, preexec=die_with_parent()).start()
+    assert "earlier run" not in str(refusal.value)
+
+
+def test_an_external_server_takes_what_is_printed_for_it(tmp_path: Path) -> None:
+    printed = subprocess.run([sys.executable, "-m", "infra.nats", "other"], capture_output=True, text=True, check=True)
+    config = tmp_path / "nats.conf"
+    config.write_text(printed.stdout)
+    checked = subprocess.run([find_binary(), "-t", "-c", config], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert '"other.gateway.generate"' in printed.stdout
+    tables = tomllib.loads("\n".join(line[2:] for line in printed.stdout.splitlines() if line.startswith("# ")))
+    for actor in ACTORS:
+        assert tables[actor]["nats_user"] == actor
+        assert f'user: {actor}, password: "{tables[actor]["nats_password"]}"' in printed.stdout
+
+
+def test_a_client_that_vanished_is_noticed_within_a_minute(tmp_path: Path) -> None:
+    text = render(host="h", port=1, folder=tmp_path, namespace="n", credentials=Credentials.generate(""))
+    assert 'ping_interval: "10s"\nping_max: 2\n' in text
 
 
 async def test_a_taken_port_is_a_clear_error(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ import pytest
 
 from shared import settings
 from shared.errors import Misconfigured
-from shared.settings import BlockManagerSettings, CommonSettings, DecodeSettings, GatewaySettings, PrefillSettings, load
+from shared.settings import (
+    BlockManagerSettings,
+    CommonSettings,
+    DecodeSettings,
+    GatewaySettings,
+    PrefillSettings,
+    WrongFlag,
+    load,
+)
 
 
 @pytest.fixture
@@ -48,6 +56,7 @@ def test_lists_and_sizes_as_text() -> None:
         (DecodeSettings, {"dtype": "int3"}, {}, "bfloat16"),
         (BlockManagerSettings, {"kv_cache_memory_bytes": "lots"}, {}, "512MiB"),
         (CommonSettings, {}, {"KVRELAY_CONFIG": "/nowhere.toml"}, "does not exist"),
+        (CommonSettings, {"state_dir": "~nobody-of-this-name/x"}, {}, r"state_dir \(flag\)"),
     ],
 )
 def test_a_wrong_setting_names_itself_and_its_source(kind: type, overrides: dict, environ: dict, text: str) -> None:
@@ -62,6 +71,41 @@ def test_a_typo_in_the_file_is_not_ignored(config: Path) -> None:
     config.write_text("max_num_seqs = = 4\n")
     with pytest.raises(Misconfigured, match="cannot read"):
         load(DecodeSettings, {}, {"KVRELAY_CONFIG": str(config)})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[gateway]\nthreads = 3\n", "gateway has no setting 'threads'; it belongs to prefill, decode"),
+        ("[gatway]\nhttp_port = 3\n", "did you mean 'gateway'"),
+        ("prefill = 3\n", r"write \[prefill\]"),
+        ("[[prefill]]\nthreads = 3\n", r"write \[prefill\]"),
+    ],
+)
+def test_a_setting_in_the_wrong_place_is_told_where_it_belongs(config: Path, text: str, said: str) -> None:
+    config.write_text(text)
+    with pytest.raises(Misconfigured, match=said):
+        load(GatewaySettings, {}, {"KVRELAY_CONFIG": str(config)})
+
+
+def test_only_a_wrong_flag_is_wrong_usage() -> None:
+    with pytest.raises(WrongFlag):
+        load(GatewaySettings, {"http_port": 70_000}, {})
+    with pytest.raises(Misconfigured) as refusal:
+        load(GatewaySettings, {}, {"KVRELAY_HTTP_PORT": "70000"})
+    assert not isinstance(refusal.value, WrongFlag)
+
+
+def test_the_home_folder_is_found_without_a_shell(config: Path) -> None:
+    config.write_text('state_dir = "~/kv"\n')
+    assert load(CommonSettings, {}, {"KVRELAY_CONFIG": str(config)}).state_dir == Path.home() / "kv"
+
+
+@pytest.mark.parametrize("place", ["file", "x" * 300])
+def test_a_state_directory_that_cannot_be_one_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Misconfigured, match="cannot read"):
+        settings.connection(load(CommonSettings, {"state_dir": tmp_path / place}, {}), "client")
 
 
 def test_settings_are_frozen_and_hide_the_password() -> None:

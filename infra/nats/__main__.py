@@ -1,0 +1,24 @@
+"""`python -m infra.nats [NAMESPACE]`: what an external NATS server and kvrelay.toml need to keep the roles apart.
+
+Prints the server's `authorization` block with fresh passwords, and below it, as comments, the tables for kvrelay.toml.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from infra.nats.config import authorization
+from infra.nats.credentials import Credentials
+from infra.nats.roles import ACTORS
+
+
+def both(namespace: str, credentials: Credentials) -> str:
+    """The block for the server's configuration file, then the settings for each actor behind `# `."""
+    logins = [credentials.roles[actor] for actor in ACTORS]
+    tables = [f'[{one.user}]\nnats_user = "{one.user}"\nnats_password = "{one.password}"\n' for one in logins]
+    lines = "\n".join(tables).splitlines()
+    return authorization(namespace, credentials) + "\n" + "\n".join(f"# {line}".rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    print(both(sys.argv[1] if len(sys.argv) > 1 else "kvrelay", Credentials.generate("")))

@@ -135,7 +135,7 @@ def create(name: str, state_dir: Path | str, layout: Layout, blocks: int, tails:
     _retire(path)
     epoch = secrets.randbelow(2**32 - 1) + 1
     descriptor = -1
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,10 +161,13 @@ def attach(description: PoolDescription) -> ShmPool:
         layout = description.layout
         geometry = Geometry(description.blocks, description.tails, layout.page_bytes, layout.tail_bytes)
         found = os.pread(descriptor, HEADER.size, 0)
-        if found[:EPOCH_AT] + found[EPOCH_AT + 4 :] != _without_epoch(geometry):
-            raise Conflict(f"pool {description.pool} has another geometry than its description")
-        if found != geometry.header(description.epoch):
+        wanted = geometry.header(description.epoch)
+        if found[:EPOCH_AT] != wanted[:EPOCH_AT]:
+            raise Conflict(f"{description.path} is no pool of this version")
+        if found[: EPOCH_AT + 4] != wanted[: EPOCH_AT + 4]:  # its successor may well have another geometry
             raise Stale(f"pool {description.pool} has been created anew")
+        if found != wanted:
+            raise Conflict(f"pool {description.pool} has another geometry than its description")
         if os.fstat(descriptor).st_size < geometry.total:
             raise Conflict(f"the file of pool {description.pool} is shorter than its geometry")
         pool = ShmPool(description.pool, Path(description.path), description.epoch, geometry, descriptor, owner=False)
@@ -172,11 +175,6 @@ def attach(description: PoolDescription) -> ShmPool:
         os.close(descriptor)  # the mapping keeps the memory
     threading.Thread(target=pool.warm, name="pool-warm", daemon=True).start()
     return pool
-
-
-def _without_epoch(geometry: Geometry) -> bytes:
-    header = geometry.header(0)
-    return header[:EPOCH_AT] + header[EPOCH_AT + 4 :]
 
 
 def _retire(path: Path) -> None:

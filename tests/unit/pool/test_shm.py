@@ -145,6 +145,19 @@ def test_another_geometry_is_refused(tmp_path: Path, change: dict[str, int]) -> 
     pool.close()
 
 
+def test_a_successor_of_another_geometry_is_stale_and_no_conflict(tmp_path: Path) -> None:
+    first = make_pool(tmp_path)
+    description = describe(first, tiny_layout())
+    first.close()
+    successor = make_pool(tmp_path, blocks=3 * description.blocks)
+    with pytest.raises(Stale, match="anew"):
+        attach(description)
+    successor.path.write_bytes(bytes(4096))
+    with pytest.raises(Conflict, match="no pool"):
+        attach(description)
+    successor.close()
+
+
 def test_a_file_that_is_no_pool_is_replaced(tmp_path: Path) -> None:
     shm.pool_path("p", tmp_path).write_bytes(b"something else")
     make_pool(tmp_path).close()

@@ -21,7 +21,8 @@ TIMEOUT_S = 2.0
 
 
 class PoolClient:
-    """Keeps one pool mapped. `on_mapped(pool, description)` is awaited for every incarnation, before it may be used.
+    """Keeps one pool mapped. `on_mapped(pool, description)` is awaited for every incarnation, before it may be used;
+    `on_ended()` when one has ended, before it is unmapped: on a GPU its successor may need the memory.
 
     Whoever works in the pool checks epoch and generations itself; this class only decides when to attach again.
     """
@@ -33,12 +34,13 @@ class PoolClient:
         pool: str,
         layout: Layout,
         on_mapped: Callable[[Pool, PoolDescription], Awaitable[None]],
+        on_ended: Callable[[], Awaitable[None]],
         clock: Clock,
     ) -> None:
         self._bus = bus
         self._ask = Attach(holder=holder, pool=pool, fingerprint=layout.fingerprint)
         self._layout = layout
-        self._on_mapped = on_mapped
+        self._on_mapped, self._on_ended = on_mapped, on_ended
         self._clock = clock
         self._pool: Pool | None = None
         self._description: PoolDescription | None = None
@@ -87,9 +89,7 @@ class PoolClient:
                 waited = True
                 await self._clock.sleep(RETRY_S)
         await self._on_mapped(pool, description)
-        old, self._pool, self._description = self._pool, pool, description
-        if old is not None:
-            old.close()
+        self._pool, self._description = pool, description
         log.info("pool attached", pool=pool.name, epoch=pool.epoch, blocks=pool.blocks)
 
     async def run(self) -> None:
@@ -102,6 +102,9 @@ class PoolClient:
                 pass
             self._suspect.clear()
             if self.description is None:
+                if self._pool is not None:
+                    await self._on_ended()
+                    self.close()
                 await self.attach()
 
     def close(self) -> None:

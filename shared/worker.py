@@ -33,7 +33,7 @@ class Engine(Protocol):
 
     def step(self) -> bool: ...
 
-    def map(self, memory: Memory) -> None: ...
+    def map(self, memory: Memory | None) -> None: ...
 
     def warm_up(self, layout: Layout, vocab_size: int) -> None: ...
 
@@ -80,7 +80,13 @@ class Worker(Actor):
         self.engine = await self.compute.call(self._load)
         self._loaded = True
         self.pool = PoolClient(
-            self.bus, self.instance, getattr(settings, self.pool_setting), self.layout, self._on_mapped, self.clock
+            self.bus,
+            self.instance,
+            getattr(settings, self.pool_setting),
+            self.layout,
+            self._on_mapped,
+            self._on_ended,
+            self.clock,
         )
         await self.pool.attach()
         self.supervise("leases", self.keeper.run)
@@ -142,7 +148,10 @@ class Worker(Actor):
         return engine
 
     async def _on_mapped(self, pool: Pool, description: PoolDescription) -> None:
-        await self.compute.call(self.engine.map, Memory.of(pool, description.layout))
+        await self.compute.call(lambda: self.engine.map(Memory.of(pool, description.layout)))
+
+    async def _on_ended(self) -> None:
+        await self.compute.call(self.engine.map, None)
 
     def _on_lost(self, leases: list[int]) -> None:
         self.end_leases(leases, errors.Stale("the lease ran out; recompute"))

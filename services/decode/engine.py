@@ -71,8 +71,8 @@ class DecodeEngine:
         self.tokens = 0
         self.busy_s = 0.0
 
-    def map(self, memory: Memory) -> None:
-        """Works on `memory` from now on; sequences of the memory before are stale."""
+    def map(self, memory: Memory | None) -> None:
+        """Works on `memory` from now on, or on none until the next call; sequences of the memory before are stale."""
         self._memory = memory
         self._views.clear()
         if self._sequences:
@@ -80,6 +80,9 @@ class DecodeEngine:
 
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence in; it is part of the next step."""
+        if self._memory is None:  # its pool has ended since it was admitted
+            self._report(Report(gone=[(sequence.key, Stale("the pool is being created anew; recompute"))]))
+            return
         self._sequences[sequence.key] = sequence
         self.batch.add(sequence)
         self._report_hungry()

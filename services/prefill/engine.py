@@ -59,14 +59,17 @@ class PrefillEngine:
         self._samplers: dict[Key, Sampler] = {}
         self._memory: Memory | None = None
 
-    def map(self, memory: Memory) -> None:
-        """Works on `memory` from now on; prompts of the memory before are stale."""
+    def map(self, memory: Memory | None) -> None:
+        """Works on `memory` from now on, or on none until the next call; prompts of the memory before are stale."""
         for prompt in self._turns.all():
             self._stop(prompt.key, Stale("the pool has been created anew; recompute"))
         self._memory = memory
 
     def add(self, prompt: Prompt, sampler: Sampler) -> None:
         """Starts on a prompt when its turn comes."""
+        if self._memory is None:  # its pool has ended since it was admitted
+            self._report(Gone(prompt.key, Stale("the pool is being created anew; recompute")))
+            return
         self._samplers[prompt.key] = sampler
         self._turns.add(prompt)
 

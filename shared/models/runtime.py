@@ -22,15 +22,28 @@ from shared.pool.layout import geometry
 def load(files: ModelFiles, dtype: str, kernels: str, threads: int, device: str = "cpu") -> Transformer:
     """The model on `device` (`cpu` on `threads` threads, or `cuda:<N>`) with the ops of backend `kernels`.
 
-    Raises Misconfigured if they cannot run here.
+    Call it on the thread that computes: Triton launches on that thread's current GPU. Raises Misconfigured if they
+    cannot run here.
     """
-    if device != "cpu" and not torch.cuda.is_available():
-        raise Misconfigured(f"torch cannot use {device}: it needs a CUDA build of torch and the NVIDIA driver")
+    if device != "cpu":
+        _enter(torch.device(device))
     try:
         ops: Ops = dispatch.select(kernels, device.partition(":")[0])
     except (ValueError, dispatch.BackendUnavailable) as error:
         raise Misconfigured(str(error)) from error
-    return Transformer(files, dtype, ops, threads, device)
+    try:
+        return Transformer(files, dtype, ops, threads, device)
+    except torch.OutOfMemoryError as error:
+        size = files.weights.stat().st_size / 2**30
+        raise Misconfigured(f"the weights need {size:.1f} GiB, which {device} does not have free") from error
+
+
+def _enter(device: torch.device) -> None:
+    if not torch.cuda.is_available():
+        raise Misconfigured(f"torch cannot use {device}: it needs a CUDA build of torch and the NVIDIA driver")
+    if (count := torch.cuda.device_count()) <= (device.index or 0):
+        raise Misconfigured(f"torch cannot use {device}: it sees {count} GPUs (CUDA_VISIBLE_DEVICES)")
+    torch.cuda.set_device(device)
 
 
 def pool_scales(scales: ScaleFile, layout: Layout) -> PoolScales:
@@ -51,8 +64,17 @@ class Memory:
 
     @classmethod
     def of(cls, pool: Pool, layout: Layout) -> Memory:
-        """The tensors share the pool's memory and keep it mapped."""
-        device = device_of(pool.name)
+        """The tensors share the pool's memory and keep it mapped.
+
+        Raises Misconfigured if its GPU has another number here than where it was created: what the name says is where
+        the model is, too.
+        """
+        device, found = device_of(pool.name), getattr(pool.pages, "device_index", None)
+        if found is not None and device != f"cuda:{found}":
+            raise Misconfigured(
+                f"pool {pool.name} is on the GPU that has number {found} in this process: give the block manager and "
+                "all workers the same CUDA_VISIBLE_DEVICES"
+            )
         pages, tails = (torch.as_tensor(memory, device=device) for memory in (pool.pages, pool.tails))
         return cls(pages, tails, geometry(layout), pool)
 

@@ -1,4 +1,5 @@
-"""Nothing is reported, and no handle is checked for the last time, before the device has finished with the pages."""
+"""Engines and the memory they work on: nothing is reported, and no handle is checked for the last time, before the
+device has finished with the pages; without memory there is no work."""
 
 from __future__ import annotations
 
@@ -136,3 +137,23 @@ def test_a_page_that_is_let_again_while_the_device_works_makes_the_result_stale(
     assert not decoding.step()
     assert [type(error) for report in reports for _, error in report.gone] == [Stale]
     assert not any(report.emissions or report.seals for report in reports)
+
+
+def test_work_that_comes_between_two_incarnations_is_stale(world: World) -> None:
+    heard: list[Gone | Computed] = []
+    engine = prefill(world, heard.append)
+    engine.map(None)
+    engine.add(
+        Prompt(("s", 0), np.arange(3), np.zeros(0, np.int32), np.zeros(0, np.uint32), 0, 0, 0, BLOCK), sampler(3)
+    )
+    assert not engine.step()
+    assert [(event.key, type(event.error)) for event in heard] == [(("r", 0), Stale), (("s", 0), Stale)]
+
+    reports: list[Report] = []
+    decoding = decode(world, reports.append)
+    sequence = decoding.batch.rows[0]
+    decoding.map(None)
+    decoding.add(sequence)
+    assert not decoding.step()
+    gone = [(key, type(error)) for report in reports for key, error in report.gone]
+    assert gone == [(("r", 0), Stale), (("r", 0), Stale)]

@@ -12,6 +12,7 @@ import pytest
 
 from kernels.scale_file import read
 from shared.models import files
+from tests.e2e.pipeline import RUN_LIMIT_S
 from tests.support.tiny_models import folder
 
 
@@ -27,7 +28,9 @@ def calibrate(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", "calibrate", "--model", str(model), *arguments]
     environment = {**os.environ, **environ}
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=RUN_LIMIT_S, env=environment, check=False
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.pipeline import Pipeline, collect, pipeline
+from tests.e2e.pipeline import RUN_LIMIT_S, Pipeline, collect, pipeline
 
 PROMPT = "In 1969, the first human being walked on the Moon. The capital of France is"
 NEW = 40
@@ -57,7 +57,9 @@ async def test_calibrated_scales_reach_both_workers_and_are_watched(tmp_path: Pa
     path = tmp_path / "scales.safetensors"
     command = [sys.executable, "-m", "services.cli", "calibrate", "--prompts", "-", "--out", str(path)]
     formats = ("--k-cache-dtype", "int8_per_tensor", "--v-cache-dtype", "fp8_per_tensor")
-    subprocess.run([*command, *formats], input=f"{PROMPT}\n" * 3, text=True, check=True, timeout=60, env=os.environ)
+    subprocess.run(
+        [*command, *formats], input=f"{PROMPT}\n" * 3, text=True, check=True, timeout=RUN_LIMIT_S, env=os.environ
+    )
     flags = (*OPTIONS, *formats, "--kv-scales-path", str(path))
     with pipeline(tmp_path / "state", *flags) as running:
         found = await check(running, "int8_per_tensor", "fp8_e4m3_per_tensor")

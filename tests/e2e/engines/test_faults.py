@@ -165,6 +165,7 @@ async def test_sequences_of_a_silent_gateway_are_dropped(running: Engines, monke
             await gateway.beat()
             await asyncio.sleep(0.05)
     assert isinstance(silent.stop, errors.Cancelled)
+    monkeypatch.setattr(decode_actor, "GATEWAY_SILENCE_S", 60.0)  # from here on it beats once a second
     brake.release()
     await gateway.finish(living)
     assert living.last.finish_reason == "length"

@@ -11,6 +11,7 @@ from services.block_manager.leases import LeaseRecord
 from services.block_manager.ledger import Ledger
 from services.block_manager.memory import Memory
 from services.block_manager.node import Grant, Move, named
+from services.block_manager.reminders import Reminders
 from services.block_manager.transfers import Transfer
 from shared.actor import Actor, Call, handles, listens
 from shared.errors import Conflict, KvrelayError, Unavailable
@@ -41,7 +42,6 @@ from shared.settings import BlockManagerSettings
 
 HOUSEKEEPING_S: Final = 1.0
 AUDIT_S: Final = 10.0
-PREEMPT_AGAIN_S: Final = 1.0
 COPY_S: Final = 3.0
 COPY_SHARE: Final = 0.6
 """A copy may take this long, or this share of the time its caller gives us: a miss must still be answered in time."""
@@ -62,7 +62,7 @@ class BlockManager(Actor):
         self.copies = Copies(self.bus, self.node.transfers, self.clock)
         self._copying: dict[int, asyncio.Task[Any]] = {}  # by transfer
         self._moving: dict[int, asyncio.Task[LeaseRecord | KvrelayError]] = {}  # by lease
-        self._preempted: dict[int, float] = {}
+        self._reminders = Reminders(self.clock.monotonic)
         self._problems: list[str] = []
         self.supervise("housekeeping", self._keep_house)
         for name, pool in self.memory.pools.items():
@@ -133,14 +133,18 @@ class BlockManager(Actor):
     def extend(self, message: Extend, call: Call) -> Extended:
         granted, result = self.node.extend(message.holder, [(item.lease, item.pages) for item in message.items])
         victim = result.victim
-        if victim is not None and self.clock.monotonic() - self._preempted.get(victim.lease, -1e9) > PREEMPT_AGAIN_S:
-            self._preempted[victim.lease] = self.clock.monotonic()
-            self.spawn("preempt", self.bus.publish(f"decode.preempt.{victim.holder}", Preempt(lease=victim.lease)))
+        if victim is not None:
+            self._remind()
         return Extended(
             tables=[ledger.table(blocks) for ledger, blocks in granted],
             victim=None if victim is None else victim.lease,
             lost=result.lost,
         )
+
+    def _remind(self) -> None:
+        for victim in self.node.victims():
+            if self._reminders.due(victim.lease):
+                self.spawn("preempt", self.bus.publish(f"decode.preempt.{victim.holder}", Preempt(lease=victim.lease)))
 
     @handles("commit", Commit)
     def commit(self, message: Commit, call: Call) -> Renewed:
@@ -218,9 +222,9 @@ class BlockManager(Actor):
             for ledger in self.node.ledgers.values():
                 for record in ledger.expire():
                     self.log.warning("lease expired", holder=record.holder, request=record.request_id)
+            self._remind()
             await self.copies.settle()
             now = self.clock.monotonic()
-            self._preempted = {lease: at for lease, at in self._preempted.items() if now - at < PREEMPT_AGAIN_S}
             if now - audited >= AUDIT_S:
                 audited = now
                 self._audit()

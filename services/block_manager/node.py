@@ -201,6 +201,10 @@ class Node:
         for lease in leases:
             self.of(lease, holder).release(holder, [lease])
 
+    def victims(self) -> list[LeaseRecord]:
+        """The sequences that have been asked to go and are still there."""
+        return [record for ledger in self.ledgers.values() for record in ledger.leases.values() if record.preempting]
+
     def audit(self) -> list[str]:
         """The part of `check` that is cheap enough for a running node."""
         return [f"{pool}: {problem}" for pool, ledger in self.ledgers.items() for problem in ledger.audit()]

@@ -22,7 +22,7 @@ class Tails:
         """A slot with one holder. Raises IndexError when there is none."""
         slot = self._free.pop()
         self._holders[slot] = 1
-        self.generations[slot] += 1
+        self.generations[slot : slot + 1] += 1  # as an array, which goes from 2³²−1 to 0 without a warning
         return slot
 
     def hold(self, slot: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, multiple, rule
@@ -18,7 +19,7 @@ from services.block_manager.leases import LeaseRecord
 from services.block_manager.ledger import LEASE_S
 from services.block_manager.node import Grant, Move
 from services.block_manager.pages import State
-from shared.errors import Busy, KvrelayError, Stale, TooLarge
+from shared.errors import BadRequest, Busy, Conflict, KvrelayError, Stale, TooLarge
 from shared.messages import Acquire
 from tests.support.ledger_model import HOLDERS, LedgerModel, Sequence, Straggler
 from tests.support.ledgers import BLOCK, chain
@@ -68,6 +69,7 @@ class LedgerMachine(LedgerModel):
         record = grant.record
         assert record.cached_tokens == expected * BLOCK and len(record.pages) == tokens // BLOCK + 1
         self.note(ledger, record.pages[expected:])
+        self.note_tail(record, ledger)
         return grant
 
     @rule(target=copies, pool=POOLS, text=TEXTS)
@@ -152,9 +154,28 @@ class LedgerMachine(LedgerModel):
             return multiple()
         present = len(move.record.pages) - len(move.transfer.source_hold.pages)
         self.note(move.target, move.record.pages[present:])
+        self.note_tail(move.record, move.target)
         self.begin(move.transfer, move.record.pages[present:])
         move.waiting = 1
         return move
+
+    @rule(sequence=sequences, start=st.integers(0, 12), other=st.sampled_from(HOLDERS))
+    def mislead(self, sequence: Sequence, start: int, other: str) -> None:
+        """Wrong keys, pages beyond the end, and messages about somebody else's lease: refused, and nothing changes."""
+        ledger = self.node.of(sequence.lease, sequence.holder)
+        record, before = ledger.leases.get(sequence.lease), self.state()
+        if record is not None and record.holder == sequence.holder:
+            beyond = start >= len(record.pages)
+            if beyond or ledger.pages.state[record.pages[start]] == State.SEALED:
+                with pytest.raises(BadRequest if beyond else Conflict):
+                    ledger.commit(sequence.holder, sequence.lease, start, [b"another content"])
+        if record is None or record.holder != other:
+            held = self.node.of(sequence.lease, other).leases.get(sequence.lease)
+            if held is None or held.holder != other:  # not even in another pool, where it may be moving to
+                self.node.release(other, [sequence.lease])
+                assert not self.node.of(sequence.lease, other).commit(other, sequence.lease, 0, [b"stolen"])
+                assert self.node.extend(other, [(sequence.lease, 1)])[1].lost == [sequence.lease]
+        assert self.state() == before
 
     @rule(sequence=sequences)
     def release(self, sequence: Sequence) -> None:

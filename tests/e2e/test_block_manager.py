@@ -165,6 +165,29 @@ async def test_a_starved_sequence_preempts_the_newest_and_room_is_announced(node
     assert preempted.empty()  # asked once, not once per refusal
 
 
+async def test_a_victim_that_did_not_hear_is_asked_again_though_nobody_starves_any_more(node: Node) -> None:
+    clock = ManualClock()
+    await node.manager(clock=clock)
+    worker, keeper = await node.worker("decode", "decode-old"), await node.worker("decode", "decode-new")
+    old = await worker.adopt(await worker.acquire("cpu0", list(range(5 * BLOCK)), "r1"), "cpu0")
+    new = await keeper.adopt(await keeper.acquire("cpu0", list(range(5 * BLOCK)), "r2"), "cpu0")
+    await worker.extend(old, 20)
+    assert (await worker.extend(old, 1)).victim == new.lease  # its holder does not listen yet: nobody hears of it
+    await worker.release(old)
+    preempted: asyncio.Queue[Preempt] = asyncio.Queue()
+    await keeper.bus.subscribe("decode.preempt.decode-new", receiver(preempted, Preempt))
+    await clock.advance(2.0)
+    async with asyncio.timeout(5):
+        assert (await preempted.get()).lease == new.lease
+    await keeper.release(new)
+    await keeper.bus.connection.settle("decode.preempt.decode-new")  # what was sent before has arrived
+    while not preempted.empty():
+        preempted.get_nowait()
+    await clock.advance(2.0)
+    assert await keeper.acquire("cpu0", [1], "r3")
+    assert preempted.empty()
+
+
 async def test_a_dead_holder_gives_back_at_once_and_a_silent_one_in_time(node: Node) -> None:
     clock = ManualClock()
     manager = await node.manager(clock=clock)

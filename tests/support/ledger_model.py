@@ -38,12 +38,13 @@ class LedgerModel(RuleBasedStateMachine):
     """What is set up, checked after every operation and cleaned up; subclasses add the operations.
 
     `content` is what a writer last put into a page, `granted` every handle ever given out, `writers` who may write.
+    Places are pages, and behind them tails. Generations may be about to go round.
     """
 
-    @initialize(blocks=st.integers(6, 12), tails=st.integers(3, 6))
-    def create(self, blocks: int, tails: int) -> None:
+    @initialize(blocks=st.integers(4, 12), tails=st.integers(1, 6), born=st.sampled_from([0, 2**32 - 2]))
+    def create(self, blocks: int, tails: int, born: int) -> None:
         self.clock = ManualClock()
-        self.node: Node = make_node(self.clock, blocks, tails)
+        self.node: Node = make_node(self.clock, blocks, tails, born)
         self.content: dict[Where, bytes] = {}
         self.granted: set[tuple[str, int, int]] = set()
         self.writers: dict[Where, object] = {}
@@ -72,10 +73,19 @@ class LedgerModel(RuleBasedStateMachine):
             self.granted.add(handle)
             self.content[ledger.pool, block] = b"garbage of the new tenant"
 
+    def note_tail(self, record: LeaseRecord, ledger: Ledger) -> None:
+        """A fresh tail: as with pages."""
+        place = ledger.pages.total + record.tail
+        handle = (ledger.pool, place, int(ledger.tails.generations[record.tail]))
+        assert handle not in self.granted
+        assert (ledger.pool, place) not in self.writers, "a tail was granted to which somebody may still be writing"
+        self.granted.add(handle)
+
     def state(self) -> list[Any]:
         return [
             (bytes(one.pages.state), list(one.pages.refs), list(one.pages.keys), one.pages.generations.tolist(),
-             sorted(one.leases), one.tails.free)
+             {lease: (record.holder, record.deadline_s, list(record.pages)) for lease, record in one.leases.items()},
+             one.tails.free, one.tails.generations.tolist(), one.pages.pinned)
             for one in self.node.ledgers.values()
         ]  # fmt: skip
 
@@ -94,6 +104,8 @@ class LedgerModel(RuleBasedStateMachine):
     def begin(self, transfer: Transfer, blocks: list[int]) -> None:
         for block in blocks:
             self.writers[transfer.target.pool, block] = transfer
+        if transfer.target_hold.tail is not None:
+            self.writers[transfer.target.pool, transfer.target.pages.total + transfer.target_hold.tail] = transfer
 
     def land(self, transfer: Transfer) -> None:
         """The mover has written: the source's content is now in the target."""
@@ -111,6 +123,9 @@ class LedgerModel(RuleBasedStateMachine):
             where = (ledger.pool, block)
             if ledger.pages.state[block] == State.FILLING and where not in self.writers:
                 self.writers[where] = Straggler(record.holder, self.clock.now + FENCE_S)
+        self.writers.setdefault(
+            (ledger.pool, ledger.pages.total + record.tail), Straggler(record.holder, self.clock.now + FENCE_S)
+        )
 
     def stopped(self, writer: object) -> bool:
         return isinstance(writer, Straggler) and writer.until_s <= self.clock.now

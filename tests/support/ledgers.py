@@ -25,16 +25,22 @@ class ManualClock:
 
 
 def make_ledger(
-    blocks: int = 16, tails: int = 8, clock: ManualClock | None = None, pool: str = "p", **options: object
+    blocks: int = 16,
+    tails: int = 8,
+    clock: ManualClock | None = None,
+    pool: str = "p",
+    born: int = 0,
+    **options: object,
 ) -> Ledger:
-    generations = np.zeros(blocks + tails, dtype=np.uint32)
+    """`born` is the generation that every page and tail has at first."""
+    generations = np.full(blocks + tails, born, dtype=np.uint32)
     return Ledger(pool, 1, blocks, tails, BLOCK, generations, clock or ManualClock(), **options)  # type: ignore[arg-type]
 
 
-def make_node(clock: ManualClock, blocks: int = 16, tails: int = 8) -> Node:
+def make_node(clock: ManualClock, blocks: int = 16, tails: int = 8, born: int = 0) -> Node:
     """Two pools, `a` and `b`, of one node."""
     ids = count(100)
-    return Node((make_ledger(blocks, tails, clock, pool, ids=ids) for pool in "ab"), ids)
+    return Node((make_ledger(blocks, tails, clock, pool, born, ids=ids) for pool in "ab"), ids)
 
 
 def chain(text: str) -> list[bytes]:

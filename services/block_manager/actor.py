@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
-from services.block_manager.copies import Copies, Outcome
+from services.block_manager.copies import Copies, Outcome, time_to_copy, time_to_wait
 from services.block_manager.leases import LeaseRecord
 from services.block_manager.ledger import Ledger
 from services.block_manager.memory import Memory
@@ -42,12 +42,6 @@ from shared.settings import BlockManagerSettings
 
 HOUSEKEEPING_S: Final = 1.0
 AUDIT_S: Final = 10.0
-COPY_S: Final = 3.0
-COPY_SHARE: Final = 0.6
-"""A copy may take this long, or this share of the time its caller gives us: a miss must still be answered in time."""
-AWAIT_S: Final = 1.0
-AWAIT_SHARE: Final = 0.25
-"""The same for waiting until pages arrive that another request is already bringing in."""
 
 
 class BlockManager(Actor):
@@ -118,7 +112,7 @@ class BlockManager(Actor):
         await self._arrival(call, lambda: self.node.awaited(message.pool, keys, message.tokens))
         grant = self.node.acquire(message, imports=self.copies.prompt)
         if grant.transfer is not None:
-            task = self._copy(grant.transfer, self._import(grant, _share(call, COPY_S, COPY_SHARE)))
+            task = self._copy(grant.transfer, self._import(grant, time_to_copy(call.budget_s)))
             try:
                 imported = await asyncio.shield(task)
             except asyncio.CancelledError:
@@ -132,8 +126,7 @@ class BlockManager(Actor):
     @handles("extend", Extend)
     def extend(self, message: Extend, call: Call) -> Extended:
         granted, result = self.node.extend(message.holder, [(item.lease, item.pages) for item in message.items])
-        victim = result.victim
-        if victim is not None:
+        if (victim := result.victim) is not None:
             self._remind()
         return Extended(
             tables=[ledger.table(blocks) for ledger, blocks in granted],
@@ -175,7 +168,7 @@ class BlockManager(Actor):
                 return self._lease(self.node.of(message.lease), adopted)
             under_way = adopted
             self._moving[message.lease] = self._copy(
-                under_way.transfer, self._move(under_way, _share(call, COPY_S, COPY_SHARE))
+                under_way.transfer, self._move(under_way, time_to_copy(call.budget_s))
             )
         elif (under_way.record.holder, under_way.target.pool) != (message.holder, message.pool):
             raise Conflict(f"lease {message.lease} is being adopted by {under_way.record.holder}")
@@ -247,7 +240,7 @@ class BlockManager(Actor):
 
     async def _arrival(self, call: Call, awaited: Callable[[], Transfer | None]) -> None:
         """Waits while another request is already bringing in what this one needs first; not for ever."""
-        until = self.clock.monotonic() + _share(call, AWAIT_S, AWAIT_SHARE)
+        until = self.clock.monotonic() + time_to_wait(call.budget_s)
         while (transfer := awaited()) is not None and self.clock.monotonic() < until:
             await asyncio.wait([self._copying[transfer.transfer]], timeout=until - self.clock.monotonic())
 
@@ -295,8 +288,3 @@ class BlockManager(Actor):
             tail=ledger.tail_handle(record.tail),
             cached_tokens=record.cached_tokens,
         )
-
-
-def _share(call: Call, limit_s: float, share: float) -> float:
-    """`limit_s`, or that share of the caller's budget if it is less."""
-    return limit_s if call.budget_s is None else min(limit_s, share * call.budget_s)

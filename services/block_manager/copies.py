@@ -18,6 +18,10 @@ SILENT_S: Final = 5.0
 """A mover unheard for this long is not given work."""
 VANISHED_S: Final = 60.0
 """A mover unheard for this long writes no more: it checks its deadline between pieces of a few milliseconds."""
+COPY_S: Final = 3.0
+COPY_SHARE: Final = 0.6
+AWAIT_S: Final = 1.0
+AWAIT_SHARE: Final = 0.25
 GRACE_S: Final = 2.0
 """A mover that took a copy and then stopped answering has announced itself by this time."""
 
@@ -25,6 +29,16 @@ _PROVEN = (Stale, NotFound, BadRequest, Conflict, Busy, Unauthorized)
 """Errors that the mover answers after it has stopped writing, or that say it never began."""
 
 log = logs.get()
+
+
+def time_to_copy(budget_s: float | None) -> float:
+    """Seconds a copy may take for a caller who waits `budget_s` (None: for ever): a miss is answered in time too."""
+    return COPY_S if budget_s is None else min(COPY_S, COPY_SHARE * budget_s)
+
+
+def time_to_wait(budget_s: float | None) -> float:
+    """The same for waiting until pages arrive that another request is already bringing in."""
+    return AWAIT_S if budget_s is None else min(AWAIT_S, AWAIT_SHARE * budget_s)
 
 
 class Outcome(Enum):

@@ -54,6 +54,7 @@ class Dispatcher:
         self._max_retries = max_retries
         self._patience_s = patience_s
         self._stall_s = stall_s
+        self._short_since: float | None = None  # since when an actor that every request needs has been missing
         self._log = logs.get()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -114,6 +115,7 @@ class Dispatcher:
     def died(self, instance: str, silent_s: float = 0.0) -> None:
         """Starts the next attempt of everything the dead worker had; it was last heard of `silent_s` ago."""
         kind = self._watch.kind_of(instance)
+        self._note_missing(self._clock.monotonic() - silent_s)
         for live in list(self.live.values()):
             if live.request.concerns(instance, kind):
                 self._retry(live, errors.Unavailable(f"{instance} is gone"), "worker_lost", silent_s)
@@ -125,21 +127,29 @@ class Dispatcher:
                 self._retry(live, errors.Unavailable("the connection to NATS was interrupted"), "fault")
 
     def sweep(self) -> None:
-        """Once a second: requests whose worker hangs, and queued ones that nobody has been able to serve."""
+        """Once a second: requests whose worker hangs, and those that nobody has been able to serve."""
         now = self._clock.monotonic()
-        missing = self._watch.missing(NEEDED)
+        self._note_missing(now)
         for live in list(self.live.values()):
             request = live.request
-            if request.state is State.RUNNING:
+            if request.state is State.PLACING:
+                continue  # the order has a limit of its own
+            if self._short_since is not None and now - max(self._short_since, request.progress_at) > self._patience_s:
+                missing = " and no ".join(self._watch.missing(NEEDED))
+                self.fail(live, errors.Unavailable(f"no {missing} is ready"))
+            elif request.state is State.QUEUED and request.exhausted(now, self._patience_s):
+                self.fail(live, request.last_error or errors.Unavailable("nobody could serve this request"))
+            elif request.state is State.RUNNING:
                 quiet = now - request.progress_at
                 if self._lost(request, quiet):
                     silent = errors.Unavailable(f"{request.owner} has been silent for {quiet:.0f} s")
                     self._retry(live, silent, "stalled")
-            elif request.state is State.QUEUED:
-                if missing:
-                    request.trouble(errors.Unavailable(f"no {' and no '.join(missing)} is ready"), now)
-                if request.exhausted(now, self._patience_s):
-                    self.fail(live, request.last_error or errors.Unavailable("nobody could serve this request"))
+
+    def _note_missing(self, since: float) -> None:
+        if not self._watch.missing(NEEDED):
+            self._short_since = None
+        elif self._short_since is None or since < self._short_since:
+            self._short_since = since
 
     def _lost(self, request: Request, quiet: float) -> bool:
         """Whether a request that has heard nothing for `quiet` seconds will never hear anything.

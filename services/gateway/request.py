@@ -127,7 +127,12 @@ class Request:
         return True
 
     def refused(self, maybe_started: bool) -> None:
-        """Goes back to the queue because nobody took the order. If somebody may have, that attempt is void."""
+        """Goes back to the queue because nobody took the order. If somebody may have, that attempt is void.
+
+        If somebody had no room just now, a request that has lost nothing yet only waits its turn: trouble is over.
+        """
+        if not maybe_started and not self.faults:
+            self.trouble_since = None
         self.requeue(void=maybe_started)
 
     def requeue(self, void: bool = True) -> None:

@@ -37,19 +37,17 @@ class Memory:
         """Reserves the memory. Raises Misconfigured if it does not fit the machine, or the settings the model."""
         layout = layout_for(files, settings)
         names = list(dict.fromkeys((settings.prefill_pool, settings.decode_pool)))
-        on_gpu = any(kind_of(name) == "cuda_ipc" for name in names)
-        if on_gpu and len(names) > 1:
-            raise Misconfigured(
-                f"pages are not copied between {' and '.join(names)}: with a GPU, prefill_pool and decode_pool "
-                "must be the same"
-            )
-        room = cuda_ipc.room(names[0]) if on_gpu else None
-        blocks = blocks_of(settings, layout, shm.directory(), len(names), room)
-        max_model_len = _max_model_len(settings, files.config.context_length, blocks)
+        on_gpu = [name for name in names if kind_of(name) == "cuda_ipc"]
+        rooms, in_host_memory = cuda_ipc.rooms(on_gpu, settings.state_dir), len(names) - len(on_gpu)
+        blocks = {
+            name: blocks_of(settings, layout, shm.directory(), max(1, in_host_memory), rooms.get(name))
+            for name in names
+        }
+        max_model_len = _max_model_len(settings, files.config.context_length, min(blocks.values()))
         pools: dict[str, Pool] = {}
         try:
             for name in names:
-                pools[name] = create(name, settings.state_dir, layout, blocks, tails_of(settings))
+                pools[name] = create(name, settings.state_dir, layout, blocks[name], tails_of(settings))
         except Misconfigured:
             for pool in pools.values():
                 pool.close()

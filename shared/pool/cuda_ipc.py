@@ -6,17 +6,20 @@ GPU's UUID and the IPC handle. On the device: tails, then pages, each from a mul
 
 The driver keeps exported memory while anybody has it open, even after the owner's process has ended; freeing it by a
 call while others have it open is undefined. So the owner never frees: `close` ends the epoch, the end of the process
-does the rest. A worker must see `Stale` and let go, since a new incarnation's memory comes on top until then.
+does the rest. Readers see `Stale` and let go, and a successor waits for that (`rooms`), as it wants the same memory.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from shared.errors import Conflict, Misconfigured
+from shared.errors import Conflict, Misconfigured, Stale
 from shared.handles import Layout
 from shared.messages import PoolDescription
 from shared.pool import shm
@@ -27,6 +30,8 @@ from shared.pool.shm import Geometry, ShmPool
 MAGIC: Final = b"KVCUDA01"
 RECORD: Final = struct.Struct(f"<8s{UUID_BYTES}s{HANDLE_BYTES}sQQ")
 RECORD_AT: Final = 1024
+PATIENCE_S: Final = 5.0
+"""Readers notice the end of an incarnation within half a second, and then finish the step they are in."""
 
 
 class DeviceBytes:
@@ -38,7 +43,7 @@ class DeviceBytes:
     def __init__(self, owner: CudaPool, pointer: int, rows: int, width: int) -> None:
         self._owner = owner
         self.device_index = owner.device.index
-        self.shape = (rows, width)
+        self.pointer, self.shape = pointer, (rows, width)
         self.__cuda_array_interface__ = {
             "shape": self.shape, "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None,
         }  # fmt: skip
@@ -82,9 +87,34 @@ def index_of(name: str) -> int | None:
     return int(digits) if name.startswith("cuda") and digits.isdecimal() else None
 
 
-def room(name: str) -> int:
-    """Bytes a pool gets on its GPU unless told otherwise: half of what is free, since models come on top."""
-    return Device(_required_index(name)).memory().free // 2
+def rooms(names: Iterable[str], state_dir: Path | str) -> dict[str, int]:
+    """Bytes each of these pools gets on its GPU unless told otherwise: what its predecessor had, if there was one, else
+    its share of half of what is free, since models come on top.
+
+    Ends predecessors whose owner has died, and waits a while for readers to let go of them.
+    """
+    by_device: dict[int, dict[str, int]] = {}
+    for name in names:
+        path = shm.pool_path(name, state_dir)
+        by_device.setdefault(_required_index(name), {})[name] = _left_behind(path)
+        shm.retire(path)
+    found: dict[str, int] = {}
+    for index, before in by_device.items():
+        device, wanted, give_up = Device(index), sum(before.values()), time.monotonic() + PATIENCE_S
+        while (free := device.memory().free) < wanted and time.monotonic() < give_up:
+            time.sleep(0.05)
+        again = free >= wanted and all(before.values())
+        found |= before if again else dict.fromkeys(before, free // 2 // len(before))
+    return found
+
+
+def _left_behind(path: Path) -> int:
+    """Bytes on the GPU of the pool whose file is at `path`; 0 if there is none."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        found = os.pread(file.fileno(), RECORD.size, RECORD_AT)
+        if len(found) == RECORD.size and found.startswith(MAGIC):
+            return int(RECORD.unpack(found)[3])
+    return 0
 
 
 def _required_index(name: str) -> int:
@@ -125,8 +155,9 @@ def create(name: str, state_dir: Path | str, layout: Layout, blocks: int, tails:
 
 
 def attach(description: PoolDescription) -> CudaPool:
-    """Opens a pool of another process. Stale if it is gone or of another incarnation, Conflict if its geometry is not
-    the described one, Misconfigured if this process cannot see the GPU."""
+    """Opens a pool of another process, once in a process. Stale if it or its owner is gone or of another incarnation,
+    Conflict if its geometry is not the described one, Misconfigured if this process cannot see the GPU or its memory.
+    """
     layout = description.layout
     sizes = Geometry(description.blocks, description.tails, layout.page_bytes, layout.tail_bytes)
     host = shm.attach(description.model_copy(update={"kind": "shm", "layout": _without_bytes(layout)}))
@@ -137,7 +168,13 @@ def attach(description: PoolDescription) -> CudaPool:
         if (magic, size, page_bytes) != (MAGIC, sizes.total - sizes.tails_at, layout.page_bytes):
             raise Conflict(f"pool {description.pool} has another geometry than its description")
         device = Device.by_uuid(uuid)
-        return CudaPool(host, device, device.open(handle), sizes, owner=False)
+        try:
+            pointer = device.open(handle)
+        except Misconfigured as error:
+            if shm.owner_lives(host.path):
+                raise
+            raise Stale(f"the memory of pool {description.pool} is gone") from error
+        return CudaPool(host, device, pointer, sizes, owner=False)
     except BaseException:
         host.close()
         raise

@@ -132,7 +132,7 @@ def create(name: str, state_dir: Path | str, layout: Layout, blocks: int, tails:
     """
     path = pool_path(name, state_dir)
     geometry = Geometry(blocks, tails, layout.page_bytes, layout.tail_bytes)
-    _retire(path)
+    retire(path)
     epoch = secrets.randbelow(2**32 - 1) + 1
     descriptor = -1
     fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -177,7 +177,7 @@ def attach(description: PoolDescription) -> ShmPool:
     return pool
 
 
-def _retire(path: Path) -> None:
+def retire(path: Path) -> None:
     """Ends an earlier incarnation found under `path`, and clears away what other owners left when they were killed.
 
     A predecessor that is still dying (unmapping a large pool takes a while) gets `PATIENCE_S` to let go of its lock.
@@ -191,6 +191,21 @@ def _retire(path: Path) -> None:
         with suppress(OSError, Misconfigured):  # another user's, or gone by now
             if not other.suffix or time.time() - other.stat().st_mtime > UNFINISHED_S:
                 _remove_unlocked(other)
+
+
+def owner_lives(path: Path) -> bool:
+    """Whether the owner of the pool file at `path` still runs."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _remove_unlocked(path: Path) -> bool:

@@ -1,25 +1,51 @@
-/* A CUDA driver whose device memory is files in $FAKE_CUDA_DIR: enough of it for pools and their handles between
- * processes. Built as libcuda.so.1 by tests/unit/pool/test_cuda_ipc.py. Like the real one it refuses to open a handle in
- * the process that exported it, and does nothing before cuInit or without a current context. */
+/* A CUDA driver whose device memory is files in $FAKE_CUDA_DIR: enough of it for pools, their handles between processes
+ * and copies. Built as libcuda.so.1 by tests/support/fake_cuda.py.
+ *
+ * Like the real one it refuses to open a handle in the process that exported it, or once that has ended; keeps memory
+ * for as long as any process has it; does nothing before cuInit or without a current context; knows which GPU a pointer
+ * is of; and carries asynchronous copies out late: here when an event behind them is waited for. Only what pageable host
+ * memory holds is read at once.
+ *
+ * $FAKE_CUDA_FAIL: `copy` refuses the second asynchronous copy, `wait` loses the device at the first wait, `pin`
+ * refuses to page-lock. */
+#include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_CONTEXT = 201, LIMIT = 1 << 20 };
+enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_CONTEXT = 201, LOST = 700, PEER_ENABLED = 704,
+       NOT_PERMITTED = 800 };
+enum { DEVICES = 2, LIMIT = 64 << 20, MOST = 256 };
+
 typedef struct { char name[64]; } Handle;
+typedef struct { uint64_t at; size_t size; int device, file, exported; char name[64]; } Memory;
+typedef struct Copy { struct Copy *next; char *to; const char *from; char *staged; size_t size; } Copy;
+typedef struct { int device; Copy *copies; } Stream;
+typedef struct { int device; Stream *after; } Event;
 
-static int started;
-static __thread void *current;
-static int context;
-static struct { uint64_t at; size_t size; char name[64]; } held[16];
-static int count;
+static int started, count, registered, asked;
+static int contexts[DEVICES], peers[DEVICES][DEVICES];
+static __thread int *current;
+static Memory held[MOST];
+static struct { const char *at; size_t size; } pinned[MOST];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static int ready(void) { return !started ? NOT_INITIALIZED : current != &context ? NO_CONTEXT : OK; }
+static int ready(void) { return !started ? NOT_INITIALIZED : !current ? NO_CONTEXT : OK; }
+static int here(void) { return (int)(current - contexts); }
+
+static int told(const char *what)
+{
+    const char *fault = getenv("FAKE_CUDA_FAIL");
+    return fault && !strcmp(fault, what);
+}
 
 static char *path(char *into, const char *name)
 {
@@ -27,69 +53,267 @@ static char *path(char *into, const char *name)
     return into;
 }
 
-static int map(uint64_t *at, size_t size, const char *name)
+static Memory *find(uint64_t at, size_t size)
+{
+    for (int i = 0; i < count; i++)
+        if (held[i].at && held[i].at <= at && at + size <= held[i].at + held[i].size)
+            return &held[i];
+    return NULL;
+}
+
+static int on(int device, uint64_t at, size_t size)
+{
+    Memory *found = find(at, size);
+    return found && found->device == device;
+}
+
+/* A lock on the file says that this process has the memory; the kernel drops it with the process. */
+static int map(uint64_t *at, const char *name, int device, int exported)
 {
     char full[512];
-    int file = open(path(full, name), O_RDWR);
-    if (file < 0)
-        return INVALID;
     struct stat found;
+    int file = open(path(full, name), O_RDWR | O_CLOEXEC);
+    if (file < 0 || count == MOST)
+        return INVALID;
+    flock(file, LOCK_SH);
     fstat(file, &found);
-    void *memory = mmap(0, found.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    *at = (uint64_t)memory;
-    held[count].at = *at, held[count].size = size ? size : (size_t)found.st_size;
+    *at = (uint64_t)mmap(0, found.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    held[count] = (Memory){*at, found.st_size, device, file, exported, ""};
     strcpy(held[count++].name, name);
     return OK;
 }
 
+static int unmap(uint64_t at, int exported)
+{
+    Memory *found = find(at, 0);
+    if (ready() || !found || found->at != at || found->exported != exported || found->device != here())
+        return ready() ? ready() : INVALID;
+    munmap((void *)at, found->size);
+    close(found->file);
+    found->at = 0;
+    return OK;
+}
+
 int cuInit(unsigned flags) { started = 1; return flags; }
-int cuGetErrorName(int code, const char **text) { *text = code == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR"; return OK; }
-int cuDeviceGetCount(int *found) { *found = 2; return started ? OK : NOT_INITIALIZED; }
+int cuDeviceGetCount(int *found) { *found = DEVICES; return started ? OK : NOT_INITIALIZED; }
 int cuDeviceGet(int *device, int index) { *device = index + 100; return OK; }
-int cuDeviceGetUuid(char *uuid, int device) { memset(uuid, device, 16); return OK; }
-int cuDevicePrimaryCtxRetain(void **made, int device) { *made = &context; return device < 100; }
+int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); return OK; }
+int cuDeviceCanAccessPeer(int *can, int device, int other) { *can = device != other; return OK; }
+int cuDevicePrimaryCtxRetain(void **made, int device) { *made = &contexts[device - 100]; return OK; }
 int cuCtxSetCurrent(void *made) { current = made; return OK; }
 int cuCtxSynchronize(void) { return ready(); }
-int cuMemGetInfo_v2(size_t *unused, size_t *total) { *unused = *total = LIMIT; return ready(); }
+
+int cuGetErrorName(int code, const char **text)
+{
+    *text = code == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY"
+            : code == LOST        ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+                                  : "CUDA_ERROR";
+    return OK;
+}
+
+int cuCtxEnablePeerAccess(void *other, unsigned flags)
+{
+    int *enabled = &peers[here()][(int *)other - contexts];
+    return flags || current == other ? INVALID : (*enabled)++ ? PEER_ENABLED : OK;
+}
+
+int cuMemGetInfo_v2(size_t *unused, size_t *total)
+{
+    char full[512];
+    DIR *folder = opendir(getenv("FAKE_CUDA_DIR"));
+    *unused = *total = LIMIT;
+    for (struct dirent *entry; (entry = readdir(folder));) {
+        int device, file;
+        struct stat found;
+        if (sscanf(entry->d_name, "memory-%*d-%*d-%d", &device) != 1 || device != here())
+            continue;
+        file = open(path(full, entry->d_name), O_RDWR | O_CLOEXEC);
+        fstat(file, &found);
+        if (flock(file, LOCK_EX | LOCK_NB))
+            *unused -= found.st_size;
+        close(file);
+    }
+    closedir(folder);
+    return ready();
+}
 
 int cuMemAlloc_v2(uint64_t *at, size_t size)
 {
+    static int made;
     char full[512], name[64];
-    if (ready() || size > LIMIT)
-        return ready() ? ready() : OUT_OF_MEMORY;
-    snprintf(name, sizeof name, "%d-%d", getpid(), count);
-    int file = open(path(full, name), O_RDWR | O_CREAT, 0600);
+    size_t unused, total;
+    if (ready())
+        return ready();
+    cuMemGetInfo_v2(&unused, &total);
+    if (size > unused)
+        return OUT_OF_MEMORY;
+    snprintf(name, sizeof name, "memory-%d-%d-%d", getpid(), made++, here());
+    int file = open(path(full, name), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (ftruncate(file, size))
         return OUT_OF_MEMORY;
     close(file);
-    return map(at, size, name);
+    return map(at, name, here(), 0);
 }
 
-int cuMemFree_v2(uint64_t at) { return at ? ready() : INVALID; }
-int cuMemsetD8_v2(uint64_t at, unsigned char value, size_t size) { memset((void *)at, value, size); return ready(); }
-int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) { memcpy(to, (void *)from, size); return ready(); }
-int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size) { memcpy((void *)to, from, size); return ready(); }
+int cuMemFree_v2(uint64_t at) { return unmap(at, 0); }
+
+int cuMemsetD8_v2(uint64_t at, unsigned char value, size_t size)
+{
+    if (ready() || !on(here(), at, size))
+        return ready() ? ready() : INVALID;
+    memset((void *)at, value, size);
+    return OK;
+}
+
+int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size)
+{
+    if (ready() || !find(from, size))
+        return ready() ? ready() : INVALID;
+    memcpy(to, (void *)from, size);
+    return OK;
+}
+
+int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size)
+{
+    if (ready() || !find(to, size))
+        return ready() ? ready() : INVALID;
+    memcpy((void *)to, from, size);
+    return OK;
+}
+
+/* --- handles between processes --- */
 
 int cuIpcGetMemHandle(Handle *handle, uint64_t at)
 {
-    for (int i = 0; i < count; i++)
-        if (held[i].at == at)
-            return memcpy(handle->name, held[i].name, 64), ready();
-    return INVALID;
+    Memory *found = find(at, 0);
+    if (ready() || !found || found->at != at || found->size % (2 << 20))
+        return ready() ? ready() : INVALID;
+    memcpy(handle->name, found->name, 64);
+    return OK;
 }
 
 int cuIpcOpenMemHandle_v2(uint64_t *at, Handle handle, unsigned flags)
 {
-    if (ready() || flags != 1 || atoi(handle.name) == getpid())
+    int owner, device;
+    if (ready() || flags != 1 || sscanf(handle.name, "memory-%d-%*d-%d", &owner, &device) != 2)
         return ready() ? ready() : INVALID;
-    return map(at, 0, handle.name);
+    if (owner == getpid() || kill(owner, 0) || device != here())
+        return INVALID;
+    for (int i = 0; i < count; i++)
+        if (held[i].at && !strcmp(held[i].name, handle.name))
+            return INVALID;
+    return map(at, handle.name, device, 1);
 }
 
-int cuIpcCloseMemHandle(uint64_t at)
+int cuIpcCloseMemHandle(uint64_t at) { return unmap(at, 1); }
+
+/* --- host memory --- */
+
+int cuMemHostRegister_v2(void *at, size_t size, unsigned flags)
 {
-    for (int i = 0; i < count; i++)
-        if (held[i].at == at)
-            return munmap((void *)at, held[i].size), ready();
+    if (ready() || flags != 1 || registered == MOST || told("pin"))
+        return ready() ? ready() : NOT_PERMITTED;
+    pinned[registered].at = at;
+    pinned[registered++].size = size;
+    return OK;
+}
+
+int cuMemHostUnregister(void *at)
+{
+    for (int i = 0; i < registered; i++)
+        if (pinned[i].at == at)
+            return pinned[i].at = NULL, ready();
     return INVALID;
+}
+
+static int is_pinned(const char *at, size_t size)
+{
+    for (int i = 0; i < registered; i++)
+        if (pinned[i].at && pinned[i].at <= at && at + size <= pinned[i].at + pinned[i].size)
+            return 1;
+    return 0;
+}
+
+/* --- streams --- */
+
+int cuStreamCreate(void **made, unsigned flags)
+{
+    Stream *stream = calloc(1, sizeof *stream);
+    stream->device = here();
+    *made = stream;
+    return flags == 1 ? ready() : INVALID;
+}
+
+int cuEventCreate(void **made, unsigned flags)
+{
+    Event *event = calloc(1, sizeof *event);
+    event->device = here();
+    *made = event;
+    return flags == 3 ? ready() : INVALID;
+}
+
+int cuStreamDestroy_v2(void *stream) { free(stream); return ready(); }
+int cuEventDestroy_v2(void *event) { free(event); return ready(); }
+
+static int later(Stream *stream, void *to, const void *from, size_t size, int staged)
+{
+    if (ready() || stream->device != here())
+        return ready() ? ready() : INVALID;
+    if (++asked == 2 && told("copy"))
+        return INVALID;
+    Copy *copy = calloc(1, sizeof *copy), **end = &stream->copies;
+    *copy = (Copy){NULL, to, from, NULL, size};
+    if (staged)
+        copy->from = copy->staged = memcpy(malloc(size), from, size);
+    pthread_mutex_lock(&lock);
+    while (*end)
+        end = &(*end)->next;
+    *end = copy;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, Stream *stream)
+{
+    return on(here(), from, size) && !find((uint64_t)to, size) ? later(stream, to, (void *)from, size, 0) : INVALID;
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, Stream *stream)
+{
+    if (!on(here(), to, size) || find((uint64_t)from, size))
+        return INVALID;
+    return later(stream, (void *)to, from, size, !is_pinned(from, size));
+}
+
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, Stream *stream)
+{
+    int right = on(here(), to, size) && on(here(), from, size);
+    return right ? later(stream, (void *)to, (void *)from, size, 0) : INVALID;
+}
+
+int cuMemcpyPeerAsync(uint64_t to, int *there, uint64_t from, int *source, size_t size, Stream *stream)
+{
+    int right = on((int)(there - contexts), to, size) && on((int)(source - contexts), from, size) && there != source;
+    return right ? later(stream, (void *)to, (void *)from, size, 0) : INVALID;
+}
+
+int cuEventRecord(Event *event, Stream *stream)
+{
+    event->after = stream;
+    return event->device == stream->device && stream->device == here() ? ready() : INVALID;
+}
+
+int cuEventSynchronize(Event *event)
+{
+    if (ready() || told("wait"))
+        return ready() ? ready() : LOST;
+    pthread_mutex_lock(&lock);
+    for (Copy *copy; (copy = event->after->copies);) {
+        memcpy(copy->to, copy->from, copy->size);
+        event->after->copies = copy->next;
+        free(copy->staged);
+        free(copy);
+    }
+    pthread_mutex_unlock(&lock);
+    return OK;
 }

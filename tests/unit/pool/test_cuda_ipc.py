@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from shared import pool
-from shared.errors import Misconfigured
+from shared.errors import Misconfigured, Stale
+from shared.messages import PoolDescription
 from shared.pool import cuda_ipc
+from tests.support import fake_cuda
+from tests.support.pools import handles
 
-ROOT = Path(__file__).parents[3]
 CALLS = """
 import sys, threading
 from pathlib import Path
@@ -28,13 +30,14 @@ def describe(pool):
                            tails=pool.slots, layout=tiny_layout(), max_model_len=16)
 
 def at(memory, row):
-    return memory.__cuda_array_interface__["data"][0] + row * memory.shape[1]
+    return memory.pointer + row * memory.shape[1]
 """
 OWNER = (
     CALLS
     + """
-pool = create("cuda1-decode", sys.argv[1], tiny_layout(), 8, 2)
-assert (pool.pages.shape, pool.tails.shape, pool.generations.shape) == ((8, 4096), (2, 1024), (10,))
+blocks = int(sys.argv[2])
+pool = create("cuda1-decode", sys.argv[1], tiny_layout(), blocks, 2)
+assert (pool.pages.shape, pool.tails.shape, pool.generations.shape) == ((blocks, 4096), (2, 1024), (blocks + 2,))
 pool.device.write(at(pool.pages, 7), b"page seven")
 pool.generations[7] = 3
 print(describe(pool).model_dump_json(), flush=True)
@@ -79,40 +82,36 @@ except Stale:
 REFUSED = (
     CALLS
     + """
-for name, blocks, text in (("cuda5", 8, "2 visible"), ("cuda0", 400, "num-blocks-override"), ("cpu0", 8, "cuda<N>")):
+for name, blocks, text in (("cuda5", 8, "2 visible"), ("cuda0", 20000, "num-blocks-override"), ("cpu0", 8, "cuda<N>")):
     try:
         cuda_ipc.create(name, sys.argv[1], tiny_layout(), blocks, 2)
     except Misconfigured as error:
         assert text in str(error), error
         continue
     raise AssertionError(name)
-assert cuda_ipc.room("cuda0") == 1 << 19
+assert cuda_ipc.rooms(["cuda0"], sys.argv[1]) == {"cuda0": 32 << 20}
+assert cuda_ipc.rooms(["cuda0-a", "cuda0-b", "cuda1"], sys.argv[1]) == {
+    "cuda0-a": 16 << 20, "cuda0-b": 16 << 20, "cuda1": 32 << 20}
 """
 )
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    library, source = tmp_path / "libcuda.so.1", ROOT / "tests" / "support" / "fake_cuda.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-    own = {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_CUDA_DIR": str(tmp_path), "KVRELAY_SHM_DIR": str(tmp_path)}
-    return os.environ | own | {"PYTHONPATH": str(ROOT)}
+    return fake_cuda.build(tmp_path)
 
 
-def start(text: str, argument: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+def start(text: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", text, argument], env=environment, text=True, cwd=ROOT,
+        [sys.executable, "-c", text, *arguments], env=environment, text=True, cwd=fake_cuda.ROOT,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
 
 
 def test_a_worker_reads_and_writes_what_the_block_manager_owns(environment: dict[str, str], tmp_path: Path) -> None:
-    owner = start(OWNER, str(tmp_path), environment)
+    owner = start(OWNER, environment, str(tmp_path), "8")
     assert owner.stdin is not None and owner.stdout is not None
-    reader = start(READER, owner.stdout.readline().strip(), environment)
+    reader = start(READER, environment, owner.stdout.readline().strip())
     assert reader.stdin is not None and reader.stdout is not None
     assert reader.stdout.readline() == "read\n"
     owner.stdin.write("\n")
@@ -123,8 +122,50 @@ def test_a_worker_reads_and_writes_what_the_block_manager_owns(environment: dict
     assert (owner.returncode, reader.returncode) == (0, 0)
 
 
+def test_a_dead_owner_makes_its_pool_stale_and_a_successor_does_not_wait_for_ever(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = start(OWNER, environment, str(tmp_path), "10000")
+    assert owner.stdout is not None
+    description = PoolDescription.model_validate_json(owner.stdout.readline())
+    with fake_cuda.loaded(tmp_path, monkeypatch):
+        reader = pool.attach(description)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(30)
+        with pytest.raises(Stale, match="is gone"):  # its record is still there, but nobody can be asked for the memory
+            pool.attach(description)
+        monkeypatch.setattr(cuda_ipc, "PATIENCE_S", 0.2)
+        reader.check(*handles(reader, [3]))  # nobody has taken it over yet
+        free = cuda_ipc.Device(1).memory().free
+        assert cuda_ipc.rooms(["cuda1-decode"], tmp_path) == {"cuda1-decode": free // 2}  # it was not let go in time
+        with pytest.raises(Stale):
+            reader.check(*handles(reader, [3]))
+
+
+def test_a_successor_is_as_large_as_its_predecessor(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = start(OWNER, environment, str(tmp_path), "10000")
+    assert owner.stdout is not None
+    description = PoolDescription.model_validate_json(owner.stdout.readline())
+    with fake_cuda.loaded(tmp_path, monkeypatch):
+        reader = pool.attach(description)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(30)
+
+        def let_go() -> None:
+            while reader.live_epoch() == reader.epoch:
+                threading.Event().wait(0.01)
+            reader.close()
+
+        worker = threading.Thread(target=let_go)
+        worker.start()
+        assert cuda_ipc.rooms(["cuda1-decode"], tmp_path) == {"cuda1-decode": 4096 + 10000 * 4096}
+        worker.join()
+
+
 def test_what_cannot_be_is_refused_and_leaves_nothing_behind(environment: dict[str, str], tmp_path: Path) -> None:
-    refused = start(REFUSED, str(tmp_path), environment)
+    refused = start(REFUSED, environment, str(tmp_path))
     refused.communicate(timeout=30)
     assert refused.returncode == 0
     assert not list(tmp_path.glob("kvrelay-*"))
@@ -141,7 +182,7 @@ def test_names_say_where_a_pool_is(name: str, kind: str, device: str) -> None:
 
 def test_without_a_driver_the_text_says_so(tmp_path: Path) -> None:
     try:
-        cuda_ipc.room("cuda0")
+        cuda_ipc.rooms(["cuda0"], tmp_path)
     except Misconfigured as error:
         assert "NVIDIA driver" in str(error)
     else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
 import pytest
 from opentelemetry import context as otel
 from opentelemetry import trace
@@ -68,3 +71,17 @@ def test_the_request_travels_through_two_hops() -> None:
         _, context = telemetry.start_hop("hop", telemetry.extract(carrier), {})
     below = trace.get_current_span(telemetry.request_context(context)).get_span_context()
     assert below.span_id == root.get_span_context().span_id
+
+
+def test_a_collector_that_takes_connections_and_never_answers_delays_neither_work_nor_the_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as collector:
+        telemetry.setup("test", "test-1", f"http://127.0.0.1:{collector.getsockname()[1]}")
+        began = time.monotonic()
+        for _ in range(2000):  # several batches
+            span, _ = telemetry.start_request("gateway.generate", otel.Context(), {})
+            assert span.is_recording()
+            telemetry.end(span)
+        assert time.monotonic() - began < 1, "a span must not wait for the collector"
+        assert not telemetry.shutdown()
+        assert time.monotonic() - began < 1 + 2 * telemetry.SHUTDOWN_LIMIT_S
+        assert telemetry.shutdown(), "there is nothing left to send"

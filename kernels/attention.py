@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Groups of sequences of a decode batch that start with the same pages, so that these can be read once a group.
+
+    All tensors are int32, on the device of the pages. Group g are sequences
+    `members[member_starts[g] : member_starts[g + 1]]`; the first `page_counts[g]` entries (at least one) of their
+    tables are equal, and only those of the first member are read. A sequence is in one group or in none. There may be
+    empty groups at the end, and what `members` holds behind the last group is not read: shapes can be those of the
+    largest plan there is.
+    """
+
+    members: Tensor
+    """[M]"""
+    member_starts: Tensor
+    """[G + 1], from 0"""
+    page_counts: Tensor
+    """[G]"""
+    first_pages: Tensor
+    """[B] pages at the start of each sequence's table that its group has: `page_counts` of the group, 0 without one"""
+    max_members: int
+    """Most sequences of one group."""
+
+    def to(self, device: torch.device) -> SharedPrefix:
+        return SharedPrefix(**_moved(self, device))
 
 
 @dataclass(frozen=True)
@@ -36,9 +64,22 @@ class Batch:
     """[B, kv_heads, max_pages]"""
     kv_head_counts: Tensor | None = None
     """[B, kv_heads]"""
+    shared: SharedPrefix | None = None
+    """Says what `tables` say already, so that pages in common are read once. Only for decode of one query for every
+    sequence. Results are the same without it up to rounding: the reference does not need it, and the CPU backend finds
+    what is shared by itself, so both ignore it."""
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(**_moved(self, device))
 
     def __len__(self) -> int:
         return len(self.page_counts)
+
+
+def _moved(parts: Batch | SharedPrefix, device: torch.device) -> dict[str, Any]:
+    """Field values with all tensors on `device`."""
+    values = {field.name: getattr(parts, field.name) for field in fields(parts)}
+    return {k: v.to(device) if isinstance(v, Tensor | SharedPrefix) else v for k, v in values.items()}
 
 
 def check(batch: Batch, q: Tensor, kv_heads: int, head_dim: int, window: int, page_lse: Tensor | None) -> None:
@@ -58,3 +99,18 @@ def check(batch: Batch, q: Tensor, kv_heads: int, head_dim: int, window: int, pa
         raise ValueError("page subsets and per-page log-sum-exp are for decode without a window")
     if page_lse is not None and page_lse.shape != (size, q.shape[1], batch.max_pages):
         raise ValueError(f"page_lse must be [{size}, {q.shape[1]}, {batch.max_pages}]")
+    if batch.shared is not None:
+        _check_shared(batch.shared, size)
+        if q.shape[0] != size or batch.max_query != 1 or window or sparse or page_lse is not None:
+            raise ValueError(
+                "shared pages are for decode of one query a sequence, without a window, page subsets and per-page "
+                "log-sum-exp"
+            )
+
+
+def _check_shared(shared: SharedPrefix, size: int) -> None:
+    groups = len(shared.page_counts)
+    if shared.member_starts.shape != (groups + 1,) or shared.first_pages.shape != (size,):
+        raise ValueError("member_starts, page_counts and first_pages disagree about the number of groups or sequences")
+    if groups == 0 or not 1 <= shared.max_members <= size:
+        raise ValueError(f"{groups} groups of up to {shared.max_members} members among {size} sequences")

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.layout import PageLayout
+from kernels.shared_prefix import MEMBERS
 from kernels.triton import argmax_rows, attend, gather, merge, rms_norm, rope, seal, silu_mul, tails, tuning
 from kernels.triton._formats import RAW_TYPES, constants, dot_type, side
 
@@ -28,6 +29,8 @@ _POINTERS = {"out": "compute", "q": "compute", "k": "compute", "v": "compute", "
              "page_lse": "fp32", "scales": "fp32", "merged_lse": "fp32", "pages": "u8", "tails": "u8",
              "x": "compute", "weight": "compute", "residual": "fp32", "cos": "fp32", "sin": "fp32",
              "gate_up": "compute", "logits": "fp32"}  # fmt: skip
+_INDICES = {"tables", "counts", "tail_slots", "tail_lengths", "query_starts", "members", "first_pages", "block_ids",
+            "slots", "positions"}  # fmt: skip
 _FLOATS = ("scale", "softcap", "eps")
 _ALIGNED = {"layer_offset", "tail_offset", "q_row", "q_head", "out_row", "out_head", "part_row", "part_split",
             "k_page", "k_token", "k_head", "v_page", "v_token", "v_head"}  # fmt: skip
@@ -54,15 +57,20 @@ def attention(
     splits: int = 8,
     shape: tuning.TileShape | None = None,
     extras: Collection[str] = (),
+    members: int = MEMBERS,
 ) -> Resources:
     """The kernel for one layer's formats and `group` query heads a KV head: decode, or chunks if `max_query` > 1.
 
-    `extras`: any of WINDOW, SOFTCAP, PAGE_LSE.
+    `extras`: any of WINDOW, SOFTCAP, PAGE_LSE, and one of TOGETHER (up to `members` sequences over shared pages) and
+    REST (what is behind them).
     """
     place = layout.layer(layer)
     compute = RAW_TYPES[layout.tail_format]
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[layout.tail_format]
-    shape = shape or tuning.tile_shape(place.k_format, place.v_format, layout.head_dim, group, max_query)
+    wanted = (place.k_format, place.v_format, layout.head_dim, group)
+    if shape is None and "TOGETHER" in extras:
+        shape = tuning.together_shape(*wanted, members)
+    shape = shape or tuning.tile_shape(*wanted, max_query)
     fixed = {
         **constants(layout, place),
         "TAIL_BYTES": layout.tail_bytes,
@@ -76,7 +84,7 @@ def attention(
         "V_DOT": dot_type(side(place.v_format, keys=False), torch_type, False),
         "TAIL_DOT": compute,
         "CAUSAL": max_query > 1,
-        **{name: name in extras for name in ("WINDOW", "SOFTCAP", "PAGE_LSE")},
+        **{name: name in extras for name in ("WINDOW", "SOFTCAP", "PAGE_LSE", "TOGETHER", "REST")},
     }
     return resources(attend.attend_kernel, layout.tail_format, fixed, capability, shape.warps, shape.stages)
 
@@ -142,7 +150,7 @@ def _type_of(name: str, compute: str) -> str:
     kind = _POINTERS.get(name)
     if kind is not None:
         return f"*{_TYPE_NAMES[compute] if kind == 'compute' else kind}"
-    if name in ("tables", "counts", "tail_slots", "tail_lengths", "query_starts", "block_ids", "slots", "positions"):
+    if name in _INDICES:
         return "*i32"
     return "fp32" if name in _FLOATS else "i32"
 

@@ -3,7 +3,10 @@
 A program takes the query rows of one KV head (rows x group, at least 16 for the tensor cores), runs over its share of
 the sequence's pages with an online softmax in base 2, and over the tail if its share is the last. With more than one
 share the partial results are merged by their log-sum-exp. Lengths are read on the device and the grid depends on
-`max_pages` and `max_query` only, so a decode step can be captured in a CUDA graph.
+`max_pages`, `max_query` and the shapes of `shared` only, so a decode step can be captured in a CUDA graph.
+
+Pages that sequences share are the same kernel with other rows and another table: first the pages a group has in common,
+for the rows of all its members at once, then what each sequence has behind them, then the same merge.
 """
 
 # mypy: ignore-errors
@@ -19,49 +22,20 @@ from kernels.attention import Batch, check
 from kernels.layout import PageLayout
 from kernels.triton._formats import RAW_TYPES, TORCH_TYPES, constants, dot_type, side
 from kernels.triton._keys import centres, load_keys, scores
-from kernels.triton._launch import INTERPRETED, multiprocessors
+from kernels.triton._launch import INTERPRETED
+from kernels.triton._passes import passes_of
+from kernels.triton._softmax import fold, logits, store_page_lse
 from kernels.triton._values import load_values, weighted
 from kernels.triton.merge import merge_splits
-from kernels.triton.tuning import TileShape, table_name, tile_shape
-
-
-@triton.jit
-def _fold(x, top, total):
-    """Online softmax over logits x [M, N] in base 2: new maximum, new sum, what old results shrink by, weights."""
-    new = tl.maximum(top, tl.max(x, axis=1))
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    weights = tl.exp2(x - safe[:, None])
-    shrink = tl.exp2(top - safe)
-    return new, total * shrink + tl.sum(weights, axis=1), shrink, weights
-
-
-@triton.jit
-def _logits(raw, scale, softcap, SOFTCAP: tl.constexpr):
-    """Base-2 logits of q.k."""
-    x = raw * scale
-    if SOFTCAP:
-        # tanh(y) = 2 sigmoid(2 y) - 1
-        x = softcap * (2.0 * tl.sigmoid(2.0 * (x / softcap)) - 1.0)
-    return x * 1.4426950408889634
-
-
-@triton.jit
-def _store_page_lse(x, target, page, high, live, TILE_PAGES: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Natural log-sum-exp of each page of base-2 logits x [M, N] to `target` [M] + page."""
-    by_page = tl.reshape(x, [x.shape[0], TILE_PAGES, BLOCK_SIZE])
-    top = tl.max(by_page, axis=2)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(by_page - safe[:, :, None]), axis=2)
-    own = page + tl.arange(0, TILE_PAGES)
-    result = (safe + tl.log2(total)) * 0.6931471805599453
-    tl.store(target[:, None] + own[None, :], result, mask=live[:, None] & (own < high)[None, :])
+from kernels.triton.tuning import TileShape
 
 
 @triton.jit
 def attend_kernel(
     q, out, part, lse, pages, tails, tables, counts, tail_slots, tail_lengths, query_starts, page_lse, scales,
+    members, first_pages,
     q_row, q_head, out_row, out_head, table_row, table_head, count_row, count_head, lse_row, lse_head,
-    layer, layer_offset, tail_offset, scale, softcap, window,
+    layer, layer_offset, tail_offset, scale, softcap, window, parts, first_part,
     PAGE_BYTES: tl.constexpr, K_SCALES: tl.constexpr, V_CODES: tl.constexpr, V_SCALES: tl.constexpr,
     K_CODE: tl.constexpr, K_GRAIN: tl.constexpr, K_RAW: tl.constexpr,
     V_CODE: tl.constexpr, V_GRAIN: tl.constexpr, V_RAW: tl.constexpr,
@@ -70,8 +44,16 @@ def attend_kernel(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, TAIL_DOT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_LSE: tl.constexpr,
+    TOGETHER: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles, B * KV_HEADS, SPLITS). `part`, `lse` take the result if SPLITS > 1, else `out`."""
+    """Grid (query tiles, B * KV_HEADS, SPLITS). `part`, `lse` take the result if SPLITS > 1, else `out`.
+
+    Shared pages take two launches, which share `part` and `lse`: `parts` a row, from `first_part` on.
+    TOGETHER: a "sequence" is a group. `query_starts` and `counts` are those of groups, its queries stand in the rows
+    `members` names, its table is that of the first of them, and there is no tail.
+    REST: a sequence from its page `first_pages` on. If that is 0, no group has it, and the parts before are empty.
+    Positions do not matter in these two, which know neither causality nor windows.
+    """
     sequence = tl.program_id(1) // KV_HEADS
     head = tl.program_id(1) % KV_HEADS
     split = tl.program_id(2)
@@ -81,7 +63,12 @@ def attend_kernel(
     first_query = tl.program_id(0) * rows_per_tile
     if first_query < queries:
         count = tl.load(counts + sequence * count_row + head * count_head)
-        filled = tl.load(tail_lengths + sequence)
+        skipped, filled = 0, 0
+        if REST:
+            skipped = tl.load(first_pages + sequence)
+            count -= skipped
+        if not TOGETHER:
+            filled = tl.load(tail_lengths + sequence)
         m_range = tl.arange(0, BLOCK_M)
         query = first_query + m_range // GROUP
         q_heads = head * GROUP + m_range % GROUP
@@ -92,7 +79,10 @@ def attend_kernel(
         d = tl.arange(0, HALF_PAD)
         inside_d = d < half
         inside = live[:, None] & inside_d[None, :]
-        row = (first_row + query).to(tl.int64)
+        row, reader = first_row + query, sequence
+        if TOGETHER:
+            row, reader = tl.load(members + row, mask=live, other=0), tl.load(members + first_row)
+        row = row.to(tl.int64)
         source = q + (row * q_row + q_heads * q_head)[:, None] + d[None, :]
         q_low = tl.load(source, mask=inside, other=0.0)
         q_high = tl.load(source + half, mask=inside, other=0.0)
@@ -119,7 +109,7 @@ def attend_kernel(
         n = tl.arange(0, BLOCK_N)
         slot = n % BLOCK_SIZE
         column = tl.arange(0, tile_pages)
-        table = tables + sequence * table_row + head * table_head
+        table = tables + reader * table_row + head * table_head + skipped
         origin = pages + layer_offset
         for page in range(low, high, tile_pages):
             page_there = page + column < high
@@ -144,11 +134,11 @@ def attend_kernel(
                 seen &= key[None, :] <= position[:, None]
             if WINDOW:
                 seen &= key[None, :] > (position - window)[:, None]
-            x = tl.where(seen, _logits(raw, scale, softcap, SOFTCAP), float("-inf"))
+            x = tl.where(seen, logits(raw, scale, softcap, SOFTCAP), float("-inf"))
             if PAGE_LSE:
                 target = page_lse + sequence * lse_row + q_heads * lse_head
-                _store_page_lse(x, target, page, high, live, tile_pages, BLOCK_SIZE)
-            top, total, shrink, p = _fold(x, top, total)
+                store_page_lse(x, target, page, high, live, tile_pages, BLOCK_SIZE)
+            top, total, shrink, p = fold(x, top, total)
             acc_low, acc_high = weighted(
                 p, shrink, acc_low, acc_high, values[0], values[1], base, head, slot, there, v_scale, V_CODE, V_GRAIN,
                 V_SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, V_DOT,
@@ -174,8 +164,8 @@ def attend_kernel(
                 seen &= key[None, :] <= position[:, None]
             if WINDOW:
                 seen &= key[None, :] > (position - window)[:, None]
-            x = tl.where(seen, _logits(raw, scale, softcap, SOFTCAP), float("-inf"))
-            top, total, shrink, p = _fold(x, top, total)
+            x = tl.where(seen, logits(raw, scale, softcap, SOFTCAP), float("-inf"))
+            top, total, shrink, p = fold(x, top, total)
             typed = (own + TAIL_V).to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
             v_place = typed + t[:, None] * HEAD_DIM + d[None, :]
             wanted = there[:, None] & inside_d[None, :]
@@ -186,16 +176,25 @@ def attend_kernel(
             acc_high = tl.dot(weights, value, acc=acc_high * shrink[:, None], input_precision="tf32x3")
 
         norm = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
-        if SPLITS == 1:
+        if SPLITS == 1 and not TOGETHER and not REST:
             target = out + (row * out_row + q_heads * out_head)[:, None] + d[None, :]
             tl.store(target, (acc_low * norm).to(out.dtype.element_ty), mask=inside)
             tl.store(target + half, (acc_high * norm).to(out.dtype.element_ty), mask=inside)
         else:
-            flat = (row * (KV_HEADS * GROUP) + q_heads) * SPLITS + split
+            flat = row * (KV_HEADS * GROUP) + q_heads
+            if TOGETHER or REST:
+                flat = flat * parts + first_part + split
+            else:
+                flat = flat * SPLITS + split
             target = part + flat[:, None] * HEAD_DIM + d[None, :]
             tl.store(target, acc_low * norm, mask=inside)
             tl.store(target + half, acc_high * norm, mask=inside)
             tl.store(lse + flat, tl.where(total == 0.0, float("-inf"), top + tl.log2(total)), mask=live)
+            if REST:
+                # read again rather than kept: it would cost the loop above a register
+                empty = tl.where((split == 0) & (tl.load(first_pages + sequence) == 0), first_part, 0)
+                for before in range(1, empty + 1):
+                    tl.store(lse + flat - before, float("-inf"), mask=live)
 
 
 def attend(
@@ -225,47 +224,39 @@ def attend(
     if scales is None and 2 in (k_side.granularity, v_side.granularity):
         raise ValueError(f"{place.k_format}/{place.v_format} needs scales that outlive a page; give kv_scales_path")
     out = torch.empty_like(q) if out is None else out
-    rows, q_heads, _ = q.shape
+    rows, q_heads, head_dim = q.shape
     group = q_heads // layout.kv_heads
-    causal = batch.max_query > 1
-    shape = shape or tile_shape(
-        place.k_format, place.v_format, layout.head_dim, group, batch.max_query, table_name(q.device)
-    )
-    tiles = -(-batch.max_query // (shape.rows // group))
-    programs = tiles * len(batch) * layout.kv_heads
-    splits = splits or _splits(programs, batch.max_pages * layout.block_size, shape.tokens, q.device)
-    part = lse = out
-    if splits > 1:
-        part = torch.empty((rows, q_heads, splits, layout.head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((rows, q_heads, splits), dtype=torch.float32, device=q.device)
     sparse = batch.kv_head_tables is not None
     tables = batch.kv_head_tables if sparse else batch.tables
-    counts = batch.kv_head_counts if sparse else batch.page_counts
+    passes = passes_of(batch, layout, place, group, q.device, splits, shape)
+    parts = sum(one.splits for one in passes)
+    part = lse = out
+    if parts > 1:
+        part = torch.empty((rows, q_heads, parts, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((rows, q_heads, parts), dtype=torch.float32, device=q.device)
     if page_lse is not None:
         page_lse.fill_(float("-inf"))
     seen_lse = page_lse if page_lse is not None else out
     tail_type = TORCH_TYPES[layout.tail_format]
     tail_dot = tl.float32 if INTERPRETED or q.dtype == torch.float32 else RAW_TYPES[layout.tail_format]
-    attend_kernel[(tiles, len(batch) * layout.kv_heads, splits)](
-        q, out, part, lse, pages, tails, tables, counts, batch.tail_slots, batch.tail_lengths, batch.query_starts,
-        seen_lse, scales if scales is not None else out,
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-        tables.stride(0), tables.stride(1) if sparse else 0, counts.stride(0), counts.stride(1) if sparse else 0,
-        seen_lse.stride(0), seen_lse.stride(1),
-        layer, place.offset, place.tail_k, scale, softcap, window,
-        **constants(layout, place),
-        TAIL_BYTES=layout.tail_bytes, TAIL_V=place.tail_v - place.tail_k, TAIL_RAW=RAW_TYPES[layout.tail_format],
-        GROUP=group, BLOCK_M=shape.rows, BLOCK_N=shape.tokens, SPLITS=splits,
-        K_DOT=dot_type(k_side, tail_type, INTERPRETED), V_DOT=dot_type(v_side, tail_type, INTERPRETED),
-        TAIL_DOT=tail_dot, CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0, PAGE_LSE=page_lse is not None,
-        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
-    )  # fmt: skip
-    if splits > 1:
+    first_part = 0
+    for one in passes:
+        attend_kernel[(one.tiles, one.sequences * layout.kv_heads, one.splits)](
+            q, out, part, lse, pages, tails, tables, one.counts, batch.tail_slots, batch.tail_lengths, one.starts,
+            seen_lse, scales if scales is not None else out, one.members, one.first_pages,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            tables.stride(0), tables.stride(1) if sparse else 0,
+            one.counts.stride(0), one.counts.stride(1) if sparse else 0, seen_lse.stride(0), seen_lse.stride(1),
+            layer, place.offset, place.tail_k, scale, softcap, window, parts, first_part,
+            **constants(layout, place),
+            TAIL_BYTES=layout.tail_bytes, TAIL_V=place.tail_v - place.tail_k, TAIL_RAW=RAW_TYPES[layout.tail_format],
+            GROUP=group, BLOCK_M=one.shape.rows, BLOCK_N=one.shape.tokens, SPLITS=one.splits,
+            K_DOT=dot_type(k_side, tail_type, INTERPRETED), V_DOT=dot_type(v_side, tail_type, INTERPRETED),
+            TAIL_DOT=tail_dot, CAUSAL=batch.max_query > 1, WINDOW=window > 0, SOFTCAP=softcap > 0,
+            PAGE_LSE=page_lse is not None, TOGETHER=one.together, REST=one.rest,
+            num_warps=one.shape.warps, num_stages=one.shape.stages, enable_fp_fusion=True,
+        )  # fmt: skip
+        first_part += one.splits
+    if parts > 1:
         merge_splits(part, lse, out)
     return out
-
-
-def _splits(programs: int, keys: int, tile: int, device: torch.device) -> int:
-    """Shares per sequence: about two programs a multiprocessor, no share below four tiles, a power of two up to 64."""
-    wanted = min(2 * multiprocessors(device) // max(programs, 1), keys // (4 * tile), 64)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

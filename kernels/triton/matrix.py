@@ -66,6 +66,16 @@ def decode(cases: Iterable[tuple[str, int, int, int, int]]) -> Iterator[Job]:
         yield Job(where, capability, False, partial(attention, layout, group, capability))
 
 
+def shared(cases: Iterable[tuple[str, int, int, int, int]]) -> Iterator[Job]:
+    """The two passes of decode over shared pages, which must not spill either. The second is plain decode from another
+    page on, so that one group of query heads has to do for all."""
+    for name, head_dim, group, block_size, capability in cases:
+        layout = layout_for(name, head_dim, block_size)
+        for extra in ("TOGETHER", "REST") if group == 4 else ("TOGETHER",):
+            where = f"decode {extra.lower()} {name} head_dim {head_dim} group {group} block {block_size}"
+            yield Job(where, capability, False, partial(attention, layout, group, capability, extras=(extra,)))
+
+
 def others(formats: tuple[str, ...], head_dims: tuple[int, ...], capabilities: tuple[int, ...]) -> Iterator[Job]:
     """Every other kernel, by format where it knows of one."""
     for capability, head_dim in itertools.product(capabilities, head_dims):
@@ -91,7 +101,7 @@ def problems(found: Resources, capability: int, spills_count: bool) -> list[str]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compiles the kernels; exit code 1 if one does not fit its chip or a plain decode kernel spills.
+    """Compiles the kernels; exit code 1 if one does not fit its chip or a decode kernel without options spills.
 
     What Triton's own cache holds is not compiled again, so that an interrupted run goes on where it was.
     """
@@ -100,10 +110,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many to compile at once")
     chosen = parser.parse_args(arguments)
     if chosen.sample:
-        jobs = [*decode(sample()), *others(("int8_channel",), (64,), (90,))]
+        few = itertools.islice(sample(), 0, None, 7)
+        jobs = [*decode(sample()), *shared(few), *others(("int8_channel",), (64,), (90,))]
     else:
         every = itertools.product(FORMATS, HEAD_DIMS, GROUPS, BLOCK_SIZES, SHARED_LIMIT)
-        jobs = [*decode(every), *others((*FORMATS, "fp32"), HEAD_DIMS, tuple(SHARED_LIMIT))]
+        together = itertools.product(FORMATS, HEAD_DIMS, SHARED_GROUPS, (16,), SHARED_LIMIT)
+        jobs = [*decode(every), *shared(together), *others((*FORMATS, "fp32"), HEAD_DIMS, tuple(SHARED_LIMIT))]
     count = failures = 0
     with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
         for job, kernels in zip(jobs, pool.map(_run, jobs), strict=True):

@@ -1,8 +1,9 @@
 """Shapes of attention tiles, from one table a GPU: `tuning/<name of the GPU>.json`, else `tuning/default.json`.
 
-A table has a section `decode` (one query a sequence) and a section `chunk`, each of `[tokens, warps, stages]` by
-`<K format>/<V format>/<head_dim>`, `<K format>/*/<head_dim>` or `*/*/<head_dim>`; with a star, head_dim is rounded up
-to a power of two. `python -m infra.bench.gpu_check --tune` writes the table of the GPU it runs on.
+A table has the sections `decode` (one query a sequence) and `chunk`, each of `[tokens, warps, stages]`, and `together`
+(decode over shared pages) of `[rows, tokens, warps, stages]`, by `<K format>/<V format>/<head_dim>`,
+`<K format>/*/<head_dim>` or `*/*/<head_dim>`; with a star, head_dim is rounded up to a power of two.
+`python -m infra.bench.gpu_check --tune` writes the table of the GPU it runs on.
 """
 
 from __future__ import annotations
@@ -54,10 +55,24 @@ def tile_shape(
     k_format: str, v_format: str, head_dim: int, group: int, max_query: int, table: str = DEFAULT
 ) -> TileShape:
     """Tensor cores want at least 16 rows; all query heads of a KV head share a tile."""
-    section = "decode" if max_query == 1 else "chunk"
+    least = 16 if max_query == 1 else 64
+    rows = max(least, 1 << (group - 1).bit_length())
+    tokens, warps, stages = _entry("decode" if max_query == 1 else "chunk", k_format, v_format, head_dim, table)
+    return TileShape(rows, tokens, warps, stages)
+
+
+@cache
+def together_shape(
+    k_format: str, v_format: str, head_dim: int, group: int, members: int, table: str = DEFAULT
+) -> TileShape:
+    """For decode of up to `members` sequences over pages they share: the tile of plain decode if it holds them all."""
+    plain = tile_shape(k_format, v_format, head_dim, group, 1, table)
+    wide = TileShape(*_entry("together", k_format, v_format, head_dim, table))
+    return plain if group * members <= plain.rows else wide
+
+
+def _entry(section: str, k_format: str, v_format: str, head_dim: int, table: str) -> list[int]:
     padded = max(64, 1 << (head_dim - 1).bit_length())
     keys = (f"{k_format}/{v_format}/{head_dim}", f"{k_format}/*/{padded}", f"*/*/{padded}")
-    entries = (_table(name)[section].get(key) for name in (table, DEFAULT) for key in keys)
-    tokens, warps, stages = next(entry for entry in entries if entry is not None)
-    least = 16 if max_query == 1 else 64
-    return TileShape(max(least, 1 << (group - 1).bit_length()), tokens, warps, stages)
+    entries = (_table(name).get(section, {}).get(key) for name in (table, DEFAULT) for key in keys)
+    return next(entry for entry in entries if entry is not None)

@@ -44,13 +44,9 @@ class KVStep:
         """This step with its plan and tables on `device`, where pages and tails are already."""
         if device.type == "cpu":
             return self
-        batch, moved = self.batch, {}
-        for field in dataclasses.fields(batch):
-            value = getattr(batch, field.name)
-            moved[field.name] = value.to(device) if isinstance(value, torch.Tensor) else value
         return dataclasses.replace(
             self,
-            batch=Batch(**moved),
+            batch=self.batch.to(device),
             append_slots=self.append_slots.to(device),
             append_positions=self.append_positions.to(device),
             seal_blocks=None if self.seal_blocks is None else self.seal_blocks.to(device),

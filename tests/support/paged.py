@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,10 +35,8 @@ class Paged:
     batch: Batch
 
     def to(self, device: torch.device) -> Paged:
-        fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch)}
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}
         pages, tails, scales = self.pages.to(device), self.tails.to(device), self.scales.to(device)
-        return Paged(self.layout, pages, tails, scales, Batch(**moved))
+        return Paged(self.layout, pages, tails, scales, self.batch.to(device))
 
     def exact(self, q: Tensor, **options: object) -> Tensor:
         """The float64 reference, on the CPU."""

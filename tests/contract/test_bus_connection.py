@@ -12,7 +12,8 @@ from pathlib import Path
 import nats
 import pytest
 
-from infra.nats.server import NatsServer, find_binary
+from infra.nats.server import START_TIMEOUT_S, NatsServer, find_binary
+from services.cli.child import die_with_parent
 from shared import errors
 from shared.actor import Actor, Call, handles
 from shared.bus import Bus
@@ -107,13 +108,18 @@ async def others_server(tmp_path: Path) -> AsyncIterator[str]:
     """The URL of a server somebody else configured, who knows of no inboxes per role."""
     (tmp_path / "server.conf").write_text(OTHERS_CONFIG.format(folder=json.dumps(str(tmp_path))))
     process = await asyncio.create_subprocess_exec(
-        str(find_binary()), "-c", str(tmp_path / "server.conf"), stderr=asyncio.subprocess.DEVNULL
+        str(find_binary()),
+        *("-c", str(tmp_path / "server.conf")),
+        stderr=asyncio.subprocess.DEVNULL,
+        preexec_fn=die_with_parent(),
     )
     ports = tmp_path / f"nats-server_{process.pid}.ports"
-    await until(lambda: ports.exists() and ports.read_text())
-    yield json.loads(ports.read_text())["nats"][0]
-    process.terminate()
-    await process.wait()
+    try:
+        await until(lambda: ports.exists() and ports.read_text(), START_TIMEOUT_S)
+        yield json.loads(ports.read_text())["nats"][0]
+    finally:
+        process.terminate()
+        await process.wait()
 
 
 async def test_a_user_without_an_inbox_of_its_own_uses_the_common_one(others_server: str) -> None:
@@ -273,7 +279,7 @@ async def test_credentials_that_change_while_it_is_away_end_it(own_nats_server: 
     bus = await connect(own_nats_server, "gateway")
     port = int(own_nats_server.url.rpartition(":")[2])
     await own_nats_server.stop()
-    other = NatsServer(tmp_path / "other", port=port)
+    other = NatsServer(tmp_path / "other", port=port, preexec=die_with_parent())
     await other.start()
     await asyncio.wait_for(bus.connection.closed.wait(), 5)
     assert isinstance(bus.connection.failure, errors.Unauthorized)

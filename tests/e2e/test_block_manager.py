@@ -199,7 +199,7 @@ async def test_a_dead_holder_gives_back_at_once_and_a_silent_one_in_time(node: N
     await worker.commit(silent, tokens)
     gone = ActorExited(actor="prefill", instance="prefill-dead", pid=1, code=-9)
     await admin.publish("event.actor.exited", gone)
-    await until(lambda: dead.lease not in manager.node.ledgers["cpu0"].leases)
+    await until(lambda: dead.lease not in manager.node.ledgers["cpu0"].leases, 5)
     assert (await worker.stats())["cpu0"].expired_leases == 1
     for _ in range(4):
         await clock.advance(3.0)

@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 
-async def until(true: Callable[[], object], limit_s: float = 5.0) -> None:
-    """Returns once `true()` is; raises TimeoutError after `limit_s`."""
+async def until(true: Callable[[], object], limit_s: float = 15.0) -> None:
+    """Returns once `true()` is; raises TimeoutError after `limit_s`.
+
+    The default is against hanging, on however busy a machine; where it matters how soon, give the limit.
+    """
     async with asyncio.timeout(limit_s):
         while not true():
             await asyncio.sleep(0.005)

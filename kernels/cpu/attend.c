@@ -12,7 +12,11 @@
 #include "threads.h"
 
 #define PART_PAGES_MAX 16     /* KV_PART / 16 */
-#define AHEAD_BYTES 16384     /* prefetch distance */
+/* Prefetch distances. Pages lie multiples of 4 KiB apart, so one head's codes compete for the same sets of L1: what is
+ * prefetched too early is gone when it is wanted. */
+#define AHEAD_BYTES 16384
+#define AHEAD_BYTES_WIDE 8192 /* elements of 16 bits and more */
+#define SMALL_PAGE 4096       /* of the machine */
 
 /* Scratch of a calling thread, kept because fresh memory of this size would be paged in at every call. */
 typedef struct {
@@ -53,7 +57,8 @@ static int32_t pages_in_part(const kv_job *j, int32_t b, int32_t head, int32_t f
     return count < 0 ? 0 : (int32_t)count;
 }
 
-/* The K segments of a head's pages, then its V segments, at `to`. */
+/* The K segments of a head's pages, then its V segments, at `to`. Touches them all: random pages are in no TLB, and walks of
+ * page tables that begin together cost hardly more than one, while each alone would hold up a stream of prefetches. */
 static void list_segments(const kv_job *j, int32_t b, int32_t head, int32_t first, int32_t count, kv_segment *to) {
     const kv_decode *call = j->call;
     const kv_layer *layer = j->layer;
@@ -66,6 +71,8 @@ static void list_segments(const kv_job *j, int32_t b, int32_t head, int32_t firs
         to[i].scales = page + layer->k.scales + head * layer->k.head_scales;
         to[count + i].codes = page + layer->v.codes + head * layer->v.head_codes;
         to[count + i].scales = page + layer->v.scales + head * layer->v.head_scales;
+        for (int64_t at = 0; at < layer->k.head_codes; at += SMALL_PAGE) PREFETCH(to[i].codes + at);
+        for (int64_t at = 0; at < layer->v.head_codes; at += SMALL_PAGE) PREFETCH(to[count + i].codes + at);
         for (int64_t at = 0; at < layer->k.head_scales; at += 64) PREFETCH(to[i].scales + at);
         for (int64_t at = 0; at < layer->v.head_scales; at += 64) PREFETCH(to[count + i].scales + at);
     }
@@ -99,7 +106,7 @@ static void run_pass(void *context, int64_t task, int32_t thread) {
     kv_segment order[2][3 * PART_PAGES_MAX + 1]; /* K, V of a head, then room for the next head's first K */
     int32_t count = 0, next = at.count;
     list_segments(j, at.b, at.first_head, at.first, next, order[0]);
-    int64_t distance = AHEAD_BYTES / layer->k.head_codes;
+    int64_t distance = (layer->k.kind <= KV_FP16 ? AHEAD_BYTES_WIDE : AHEAD_BYTES) / layer->k.head_codes;
     distance = distance < 1 ? 1 : distance;
     if (task < kv_threads())
         for (int64_t i = 0; i < least(distance, next); i++)

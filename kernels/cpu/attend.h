@@ -63,6 +63,11 @@ void kv_tail_values(const kv_layer *layer, int rows, int64_t tokens, const uint8
 int kv_scores_bytes(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead,
                     const float *q, float tensor_scale, float *scores, int64_t stride);
 
+/* kv_scores for bf16 keys and bf16 queries q [rows][KV_MAX_DIM], times `scale`. Returns 0, having done nothing, where format
+ * or CPU does not fit. */
+int kv_scores_bf16(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead,
+                   const uint16_t *q, float scale, float *scores, int64_t stride);
+
 /* The sums of kv_values for int8 and int4 values in integers, exact to 2^-17 of the largest weight. For int8, p has been
  * multiplied with the scales. Returns 0, having done nothing, where format or CPU does not fit. */
 int kv_values_bytes(const kv_layer *layer, int rows, int64_t pages, const kv_segment *page, const kv_segment *ahead,

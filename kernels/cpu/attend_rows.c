@@ -111,12 +111,15 @@ static void attend_tile(const kv_job *j, const kv_piece *w, const row *x, int ro
     const float k_scale = call->scales ? call->scales[0] : 1.0f, v_scale = call->scales ? call->scales[1] : 1.0f;
     const int rounded = call->q_kind == KV_BF16; /* activations carry eight significant bits */
     float q[KV_ROWS * KV_MAX_DIM], o[KV_ROWS * KV_MAX_DIM], s[KV_ROWS * STRIDE];
+    uint16_t stored[KV_ROWS * KV_MAX_DIM]; /* q as it came, if it is bf16 */
     for (int r = 0; r < rows; r++) {
         int64_t at = call->query_starts[x[r].b] * call->q_stride + x[r].head * (int64_t)dim;
         load_row(call->q_kind, call->q, at, dim, call->scale, q + r * KV_MAX_DIM);
+        if (rounded) memcpy(stored + r * KV_MAX_DIM, (const uint16_t *)call->q + at, sizeof *stored * (size_t)dim);
         memset(o + r * KV_MAX_DIM, 0, sizeof(float) * (size_t)dim);
     }
-    if (!rounded || !kv_scores_bytes(layer, rows, w->count, w->k, w->k_ahead, q, k_scale, s, STRIDE))
+    if (!rounded || !(kv_scores_bf16(layer, rows, w->count, w->k, w->k_ahead, stored, call->scale, s, STRIDE) ||
+                      kv_scores_bytes(layer, rows, w->count, w->k, w->k_ahead, q, k_scale, s, STRIDE)))
         kv_scores(layer, rows, w->count, w->k, w->k_ahead, q, k_scale, s, STRIDE);
     for (int r = 0, some; r < rows; r += some) {
         some = same_sequence(x, r, rows);

@@ -33,6 +33,40 @@ INLINE void tile(const int kind, const int rows, const int vectors, int dim, int
         for (int j = 0; j < vectors; j++) v_store(o + r * KV_MAX_DIM + first + 16 * j, sum[r][j]);
 }
 
+#ifdef __AVX512F__
+/* The same for bf16, two vectors of channels a load: even channels are the low halves of words and odd ones the high. */
+INLINE void tile_bf16(const int rows, int dim, int tokens, int64_t pages, const kv_segment *page, const kv_segment *ahead,
+                      int first, const float *p, int64_t stride, float *o) {
+    const __m512i top = _mm512_set1_epi32((int32_t)0xffff0000);
+    v16 sum[KV_ROWS][WIDE];
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < WIDE; j++) sum[r][j] = v_set(0.0f);
+    for (int64_t i = 0; i < pages; i++)
+        for (int t = 0; t < tokens; t++) {
+            v16 v[WIDE];
+            for (int j = 0; j < WIDE; j += 2) {
+                const __m512i both = _mm512_loadu_si512(page[i].codes + (t * dim + first + 16 * j) * 2);
+                v[j] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+                v[j + 1] = _mm512_castsi512_ps(_mm512_and_si512(both, top));
+            }
+            for (int r = 0; r < rows; r++) {
+                v16 weight = v_set(p[r * stride + i * tokens + t]);
+                for (int j = 0; j < WIDE; j++) sum[r][j] = v_fma(weight, v[j], sum[r][j]);
+            }
+            if (ahead)
+                for (int at = 0; at < WIDE * 32; at += 64) PREFETCH(ahead[i].codes + (t * dim + first) * 2 + at);
+        }
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < WIDE; j += 2) {
+            float *to = o + r * KV_MAX_DIM + first + 16 * j;
+            v_store(to, v_add(v_load(to), _mm512_permutex2var_ps(sum[r][j], low, sum[r][j + 1])));
+            v_store(to + 16, v_add(v_load(to + 16), _mm512_permutex2var_ps(sum[r][j], high, sum[r][j + 1])));
+        }
+}
+#endif
+
 /* int4: `pairs` vectors of low-half channels from `first` and as many of the high half, each half within one group. */
 INLINE void tile4(const int rows, const int pairs, int dim, int tokens, int64_t pages, const kv_segment *page,
                   const kv_segment *ahead, int first, const float *p, int64_t stride, float *o) {
@@ -91,6 +125,10 @@ INLINE void values(const int kind, const int rows, int dim, int tokens, int64_t 
         for (; c + 32 <= dim / 2; c += 32) tile4(rows, 2, dim, tokens, pages, page, ahead, c, p, stride, o);
         for (; c < dim / 2; c += 16) tile4(rows, 1, dim, tokens, pages, page, ahead, c, p, stride, o);
     } else {
+#ifdef __AVX512F__
+        for (; kind == KV_BF16 && c + 16 * WIDE <= dim; c += 16 * WIDE)
+            tile_bf16(rows, dim, tokens, pages, page, ahead, c, p, stride, o);
+#endif
         for (; c + 16 * WIDE <= dim; c += 16 * WIDE)
             tile(kind, rows, WIDE, dim, tokens, pages, page, ahead, c, p, stride, o);
         for (; c < dim; c += 16) tile(kind, rows, 1, dim, tokens, pages, page, ahead, c, p, stride, o);

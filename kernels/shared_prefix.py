@@ -23,6 +23,9 @@ LEAST_PAGES = 16
 LEAST_BYTES = 32 << 20
 """Fewest bytes of a layer that all groups together have to save."""
 
+Group = tuple[list[int], int]
+"""Sequences, and how many of their first pages are the same."""
+
 
 def share(tables: np.ndarray, page_counts: np.ndarray, layer_bytes: int) -> SharedPrefix | None:
     """The groups for sequences with `page_counts` [B] pages in `tables` int32 [B, >= max pages], or None if reading
@@ -33,10 +36,10 @@ def share(tables: np.ndarray, page_counts: np.ndarray, layer_bytes: int) -> Shar
     if int(page_counts.sum()) * layer_bytes < LEAST_BYTES:
         return None
     order, common = _sorted_by_prefix(tables, page_counts.tolist())
-    groups = _best_cuts(common)
-    if sum((end - start - 1) * pages for start, end, pages in groups) * layer_bytes < LEAST_BYTES:
+    groups = _groups(order, common)
+    if sum((len(who) - 1) * pages for who, pages in groups) * layer_bytes < LEAST_BYTES:
         return None
-    return _plan(order, groups, size)
+    return _plan(groups, size)
 
 
 def _sorted_by_prefix(tables: np.ndarray, counts: list[int]) -> tuple[list[int], list[int]]:
@@ -51,12 +54,29 @@ def _sorted_by_prefix(tables: np.ndarray, counts: list[int]) -> tuple[list[int],
     return order, common
 
 
-def _best_cuts(common: list[int]) -> list[tuple[int, int, int]]:
-    """The runs [start, end) of neighbours, and the pages they share, that save the most page reads in all.
+def _groups(order: list[int], common: list[int]) -> list[Group]:
+    """The best groups of neighbours, then the best of those that are neighbours without them, until none is left to
+    find: a prompt that all share can be that of many while a few go on together."""
+    groups: list[Group] = []
+    while runs := _best_runs(common):
+        kept: list[int] = []
+        next_common: list[int] = []
+        taken = 0
+        for start, end, pages in [*runs, (len(order), len(order), 0)]:
+            if pages:
+                groups.append((order[start:end], pages))
+            for at in range(taken, start):
+                if kept:
+                    next_common.append(min(common[kept[-1] : at]))
+                kept.append(at)
+            taken = end
+        order, common = [order[at] for at in kept], next_common
+    return groups
 
-    Dynamic programming over where the last run of the first n sequences begins; prefixes are a tree, so no group that
-    is not a run of neighbours could do better than one that is.
-    """
+
+def _best_runs(common: list[int]) -> list[tuple[int, int, int]]:
+    """The runs [start, end) of neighbours, and the pages each shares, that save the most page reads, in order: dynamic
+    programming over where the last run of the first n sequences begins."""
     saved, last = [0, 0], [(0, 0), (0, 0)]  # of the first n sequences: the most to save; its last run's start, pages
     for end in range(2, len(common) + 2):
         best, run, pages = saved[end - 1], (end - 1, 0), common[end - 2]
@@ -69,21 +89,20 @@ def _best_cuts(common: list[int]) -> list[tuple[int, int, int]]:
                 best, run = gain, (start, pages)
         saved.append(best)
         last.append(run)
-    groups, end = [], len(common) + 1
-    while end > 0:
+    runs, end = [], len(common) + 1
+    while end > 1:
         start, pages = last[end]
         if pages:
-            groups.append((start, end, pages))
-        end = start if end > 1 else 0
-    return groups
+            runs.append((start, end, pages))
+        end = start
+    return runs[::-1]
 
 
-def _plan(order: list[int], groups: list[tuple[int, int, int]], size: int) -> SharedPrefix:
+def _plan(groups: list[Group], size: int) -> SharedPrefix:
     members, first_pages = np.zeros(size, np.int32), np.zeros(size, np.int32)
     starts, counts = np.zeros(size // 2 + 1, np.int32), np.zeros(size // 2, np.int32)
     filled = 0
-    for g, (start, end, pages) in enumerate(groups):
-        who = order[start:end]
+    for g, (who, pages) in enumerate(groups):
         members[filled : filled + len(who)] = who
         first_pages[who] = pages
         filled += len(who)

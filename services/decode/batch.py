@@ -66,6 +66,8 @@ class DecodeBatch:
         self.block_size = block_size
         self.rows: list[Sequence] = []
         self.active = 0
+        self.arrangement = 0
+        """Another number whenever a row has become another sequence's. As long as it is the same, tables only grow."""
         self.tokens = np.zeros(max_num_seqs, np.int64)
         self.positions = np.zeros(max_num_seqs, np.int64)
         self.tables = np.zeros((max_num_seqs, max_pages), np.int32)
@@ -87,6 +89,7 @@ class DecodeBatch:
             raise ValueError("the batch is full")
         row, pages = len(self.rows), len(sequence.table)
         sequence.row = row
+        self.arrangement += 1
         self.rows.append(sequence)
         self.tables[row, :pages] = sequence.table
         self._generations[row, :pages] = sequence.generations
@@ -105,6 +108,7 @@ class DecodeBatch:
             self.active -= 1
             self._swap(sequence.row, self.active)
         self._swap(sequence.row, len(self.rows) - 1)
+        self.arrangement += 1
         self.rows.pop()
         sequence.row = -1
 
@@ -219,6 +223,7 @@ class DecodeBatch:
     def _swap(self, a: int, b: int) -> None:
         if a == b:
             return
+        self.arrangement += 1
         pages = int(max(self.page_counts[a], self.page_counts[b]))
         for matrix in (self.tables, self._generations):
             matrix[[a, b], :pages] = matrix[[b, a], :pages]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kernels.attention import Batch
+from kernels.attention import Batch, SharedPrefix
 from kernels.scales import PoolScales
+from kernels.shared_prefix import share
 from services.decode.batch import DecodeBatch, Emission, Key, Seal, Sequence
 from shared.errors import KvrelayError, Stale
 from shared.handles import Layout
@@ -66,6 +67,11 @@ class DecodeEngine:
         self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32)
         self._append_positions = np.zeros(max_num_seqs, np.int32)
         self._views: dict[int, _Views] = {}
+        layers = range(model.config.layers)
+        # the CPU backend finds what is shared by itself
+        self._shares = model.ops.name == "triton" and not all(model.config.window(layer) for layer in layers)
+        self._shared: SharedPrefix | None = None
+        self._shared_of = (-1, 0)
         self._memory: Memory | None = None
         self.steps = 0
         self.tokens = 0
@@ -159,9 +165,9 @@ class DecodeEngine:
         batch = self.batch
         views = self._views.get(count) or self._make_views(count)
         np.subtract(batch.tail_lengths[:count], 1, out=self._append_positions[:count])
-        longest = batch.max_pages()
-        if longest != views.step.batch.max_pages:
-            views.step.batch = self._attention_batch(count, longest)
+        longest, shared = batch.max_pages(), self._shared_by(count)
+        if longest != views.step.batch.max_pages or shared is not views.step.batch.shared:
+            views.step.batch = replace(self._attention_batch(count, longest), shared=shared)
         return self._model.forward(views.tokens, views.positions, views.step, views.rows)
 
     def _make_views(self, count: int) -> _Views:
@@ -179,6 +185,16 @@ class DecodeEngine:
         tokens, positions = torch.from_numpy(batch.tokens[:count]), torch.from_numpy(batch.positions[:count])
         views = self._views[count] = _Views(tokens, positions, list(range(count)), step)
         return views
+
+    def _shared_by(self, count: int) -> SharedPrefix | None:
+        """Which of the first `count` rows read pages together; looked for again only when rows have changed."""
+        batch, of = self.batch, (self.batch.arrangement, count)
+        if self._shares and of != self._shared_of:
+            assert self._memory is not None, "map() comes first"
+            layer_bytes = self._memory.layout.layer_bytes
+            self._shared = share(batch.tables[:count], batch.page_counts[:count], layer_bytes)
+            self._shared_of = of
+        return self._shared
 
     def _attention_batch(self, count: int, max_pages: int) -> Batch:
         batch = self.batch

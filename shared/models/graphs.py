@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one launch for a whole step instead of a dozen a layer.
 
-A graph is captured for a number of rows (a power of two) and a bound on the pages of a sequence (a power of two, which
-only decides how work is split). Its inputs are one buffer on the device, filled by one copy from page-locked memory.
-Rows beyond the batch have no keys and append to slot -1, which the kernels skip.
+A graph is captured for a number of rows (a power of two), a bound on the pages of a sequence (a power of two, which
+only decides how work is split), and a bound on the rows that read shared pages together (a power of two, or 0). Its
+inputs, what is shared among them, are one buffer on the device, filled by one copy from page-locked memory before every
+replay. Rows beyond the batch have no keys, append to slot -1, which the kernels skip, and share nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention import Batch
+from kernels.attention import Batch, SharedPrefix
 from shared.models.kv_step import KVStep
 
 Forward = Callable[[torch.Tensor, torch.Tensor, KVStep, torch.Tensor], torch.Tensor]
@@ -36,7 +37,7 @@ class DecodeGraphs:
 
     def __init__(self, device: torch.device, forward: Forward) -> None:
         self._device, self._forward = device, forward
-        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self._graphs: dict[tuple[int, int, int], _Captured] = {}
         self._of: tuple[int, int, int, int] | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -54,7 +55,9 @@ class DecodeGraphs:
         if of != self._of:
             self._graphs.clear()
             self._of = of
-        key = (_power(count), min(_power(max(kv.batch.max_pages, 1)), width))
+        shared = kv.batch.shared
+        together = 0 if shared is None else _power(shared.max_members)
+        key = (_power(count), min(_power(max(kv.batch.max_pages, 1)), width), together)
         found = self._graphs.get(key)
         if found is None:
             found = self._graphs[key] = self._capture(kv, *key, width)
@@ -67,12 +70,14 @@ class DecodeGraphs:
         fields[7][:count, : kv.batch.max_pages] = kv.batch.tables[:, : kv.batch.max_pages]
         for field, padding in zip(fields[:7], (0, 0, 0, 0, 0, -1, 0), strict=True):
             field[count:] = padding
+        if shared is not None:
+            _copy_shared(shared, _shared(found.staging, rows, width, together))
         found.inputs.copy_(found.staging, non_blocking=True)
         found.graph.replay()
         return found.logits[:count]
 
-    def _capture(self, kv: KVStep, rows: int, max_pages: int, width: int) -> _Captured:
-        staging = page_locked(rows * (7 + width))
+    def _capture(self, kv: KVStep, rows: int, max_pages: int, together: int, width: int) -> _Captured:
+        staging = page_locked(rows * (7 + width) + 3 * rows + 1)
         _fields(staging, rows, width)[5].fill_(-1)
         inputs = staging.to(self._device)
         tokens, positions, counts, slots, lengths, append_slots, append_positions, tables = _fields(inputs, rows, width)
@@ -84,6 +89,7 @@ class DecodeGraphs:
             query_starts=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
             max_pages=max_pages,
             max_query=1,
+            shared=_shared(inputs, rows, width, together) if together else None,
         )
         scales = None if kv.scales is None else kv.scales.to(self._device)
         step = KVStep(kv.pages, kv.tails, kv.layout, batch, append_slots, append_positions, scales=scales)
@@ -107,8 +113,28 @@ def page_locked(size: int) -> torch.Tensor:
 
 
 def _fields(buffer: torch.Tensor, rows: int, width: int) -> list[torch.Tensor]:
-    """Views of int32 [rows * (7 + width)]: seven of [rows], then the tables [rows, width]."""
-    return [*buffer[: 7 * rows].view(7, rows), buffer[7 * rows :].view(rows, width)]
+    """Views of the start of `buffer`: seven of [rows], then the tables [rows, width]."""
+    return [*buffer[: 7 * rows].view(7, rows), buffer[7 * rows : (7 + width) * rows].view(rows, width)]
+
+
+def _shared(buffer: torch.Tensor, rows: int, width: int, together: int) -> SharedPrefix:
+    """Views of the rest of `buffer`: as many groups as there could be."""
+    groups = rows // 2
+    members, first_pages, counts, starts = buffer[(7 + width) * rows :].split((rows, rows, groups, rows + 1 - groups))
+    return SharedPrefix(members, starts[: groups + 1], counts, first_pages, max_members=together)
+
+
+def _copy_shared(source: SharedPrefix, target: SharedPrefix) -> None:
+    """`source` with empty groups, and sequences in no group, up to the sizes of `target`."""
+    ends = source.member_starts[-1]
+    for values, field, padding in (
+        (source.members, target.members, 0),
+        (source.member_starts, target.member_starts, ends),
+        (source.page_counts, target.page_counts, 0),
+        (source.first_pages, target.first_pages, 0),
+    ):
+        field[: len(values)] = values
+        field[len(values) :] = padding
 
 
 def _power(value: int) -> int:

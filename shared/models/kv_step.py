@@ -77,8 +77,11 @@ class KVStep:
             ops.append_tails(
                 self.tails, self.layout, layer, k[sealed:], v[sealed:], self.append_slots, self.append_positions
             )
+        window, batch = config.window(layer), self.batch
+        if window and batch.shared is not None:
+            batch = dataclasses.replace(batch, shared=None)
         attended: torch.Tensor = ops.attend(
-            q, self.pages, self.tails, self.layout, layer, self.batch,
-            scale=config.head_dim**-0.5, window=config.window(layer), scales=self.scales, out=out,
+            q, self.pages, self.tails, self.layout, layer, batch,
+            scale=config.head_dim**-0.5, window=window, scales=self.scales, out=out,
         )  # fmt: skip
         return attended

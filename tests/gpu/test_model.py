@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from infra.bench.paged_run import PagedRun, layout_of
 from kernels.dispatch import select
-from shared.models.config import ModelConfig
-from shared.models.files import ModelFiles, prepare
+from shared.models.files import ModelFiles
 from shared.models.graphs import DecodeGraphs
-from shared.models.rope import Rope
 from shared.models.transformer import Transformer
 from tests.support import recorded_graphs
 from tests.support.recorded_graphs import RecordedOps
 
 TOKENS = [int(token) for token in torch.randint(0, 101, (40,), generator=torch.Generator().manual_seed(3))]
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> ModelFiles:
-    """A random model with everything the demo model lacks: biases, q/k norms, a sliding window, an untied head."""
-    config = ModelConfig(
-        architecture="qwen3", name="small", layers=2, heads=4, kv_heads=2, head_dim=32, hidden_size=96, ffn_size=160,
-        vocab_size=101, rms_eps=1e-6, context_length=128, rope=Rope(base=500.0), qkv_bias=True, qk_norm=True,
-        sliding_window=20, sliding_layers=(1,),
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    hidden, ffn, rows = config.hidden_size, config.ffn_size, (config.heads + 2 * config.kv_heads) * config.head_dim
-    shapes = {"embed": (101, hidden), "head": (101, hidden), "norm": (hidden,)}
-    for layer in range(config.layers):
-        parts = {"input_norm": (hidden,), "qkv": (rows, hidden), "qkv_bias": (rows,), "q_norm": (config.head_dim,),
-                 "k_norm": (config.head_dim,), "o": (hidden, config.heads * config.head_dim), "post_norm": (hidden,),
-                 "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}  # fmt: skip
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in parts.items()}
-    weights = {name: torch.randn(shape, generator=generator) * 0.2 + ("norm" in name) for name, shape in shapes.items()}
-    save_file(weights, tmp_path / "weights.safetensors")
-    return dataclasses.replace(
-        prepare("smollm2-135m", "float32"), config=config, directory=tmp_path, packed=None, dtype="float32",
-        weights=tmp_path / "weights.safetensors",
-    )  # fmt: skip
 
 
 def through_pages(model: Transformer, kv_cache_dtype: str) -> torch.Tensor:

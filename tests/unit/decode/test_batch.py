@@ -44,6 +44,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.names = 0
         self.pages = 0
         self.hungry: list[Sequence] = []
+        self.arranged: dict[int, list[tuple[Sequence, list[int]]]] = {}
 
     def sealed(self, seal: Seal) -> None:
         model = self.models[seal.sequence.key[0]]
@@ -132,6 +133,10 @@ class BatchMachine(RuleBasedStateMachine):
             paused = tail == BLOCK
             assert paused == (row >= self.batch.active)
             assert not (paused and sequence.ready)
+        rows = [(sequence, self.models[sequence.key[0]].table[:]) for sequence in self.batch.rows]
+        before = self.arranged.setdefault(self.batch.arrangement, rows)
+        assert [sequence for sequence, _ in before] == self.batch.rows
+        assert all(table[: len(then)] == then for (_, then), (_, table) in zip(before, rows, strict=True))
 
 
 TestBatch = BatchMachine.TestCase

@@ -110,7 +110,18 @@ class CommonSettings(BaseModel):
     drain_timeout_s: float = Field(default=30.0, ge=0, description="how long accepted work may take at stop")
 
 
-class CacheSettings(CommonSettings):
+class PoolSettings(CommonSettings):
+    """Which pools there are."""
+
+    prefill_pool: str = Field(
+        default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$", description="pool that prefill works in; cuda0 is on a GPU"
+    )
+    decode_pool: str = Field(
+        default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$", description="pool that decode works in; another one: copied"
+    )
+
+
+class CacheSettings(PoolSettings):
     """The model and its KV cache; the same for all actors that touch pages."""
 
     model: str = Field(default="smollm2-135m", description="a known name, a GGUF file or a Hugging Face folder")
@@ -132,12 +143,6 @@ class CacheSettings(CommonSettings):
     max_num_seqs: int = Field(default=32, ge=1, le=1024, description="sequences of one batch; tails for twice as many")
     max_model_len: int | None = Field(
         default=None, ge=1, description="longest sequence in tokens; default: the model's context, or what a pool holds"
-    )
-    prefill_pool: str = Field(
-        default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$", description="pool that prefill works in; cuda0 is on a GPU"
-    )
-    decode_pool: str = Field(
-        default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$", description="pool that decode works in; another one: copied"
     )
     enable_prefix_caching: bool = Field(default=True, description="find pages of earlier prompts")
 
@@ -174,7 +179,7 @@ class BlockManagerSettings(CacheSettings):
     section: ClassVar[str] = "block_manager"
 
 
-class OffloadSettings(CommonSettings):
+class OffloadSettings(PoolSettings):
     section: ClassVar[str] = "offload"
 
 

@@ -1,4 +1,4 @@
-"""Copies pages in threads of its own. numpy releases the GIL while it copies, so the event loop stays free."""
+"""Copies pages in threads of its own. numpy and the driver release the GIL meanwhile, so the event loop stays free."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from typing import Final
 
 import numpy as np
 
-from services.offload.tiers.base import Tier
+from services.offload.tiers.base import PoolTier, Tier
+from services.offload.tiers.cuda import CudaTier
+from services.offload.tiers.memory import MemoryTier
 from shared.errors import Cancelled, Conflict
 from shared.handles import BlockTable, TailHandle, unpack_u32
 from shared.messages import Copied
 
 PIECE_BYTES: Final = 8 << 20
 """A copy looks for its cancellation after each piece: a few milliseconds."""
+UNDER_WAY_BYTES: Final = 16 * PIECE_BYTES
+"""How far ahead of a GPU copies are begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class Mover:
             return self._jobs[transfer]
         if len(source.table) != len(target.table) or (source.tail is None) != (target.tail is None):
             raise Conflict(f"transfer {transfer} does not name one target for each source")
+        if source.tier.page_bytes != target.tier.page_bytes:
+            raise Conflict(f"pages of {source.table.pool} and {target.table.pool} differ in size")
         job = Job(transfer)
         self._jobs[transfer] = job
         self._threads.submit(self._run, job, source, target)
@@ -92,37 +98,67 @@ def _copy(job: Job, source: Side, target: Side) -> Copied:
     started = time.perf_counter()
     source.check()
     target.check()
-    copied = 0
-    for first, to, count in runs(unpack_u32(source.table.indices), unpack_u32(target.table.indices)):
-        copied += _copy_run(job, source.tier, first, target.tier, to, count)
-    if source.tail is not None and target.tail is not None:
-        from_tail, to_tail = source.tier.tail(source.tail.slot), target.tier.tail(target.tail.slot)
-        np.copyto(to_tail, from_tail)
-        copied += from_tail.nbytes
+    try:
+        copied = _begin(job, source, target)
+    finally:
+        _finish(source, target)
     source.check()
     target.check()
     return Copied(transfer=job.transfer, pages=len(source.table), bytes=copied, seconds=time.perf_counter() - started)
 
 
-def _copy_run(job: Job, source: Tier, first: int, target: Tier, to: int, count: int) -> int:
-    done = copied = 0
-    step = 1
-    while done < count:
-        if job.cancelled.is_set():
-            raise Cancelled(f"transfer {job.transfer} was cancelled")
-        step = min(step, count - done)
-        window = target.window(to + done, step)
-        if window is not None:
-            source.read(first + done, window)
-        else:
-            window = source.window(first + done, step)
-            if window is None:
-                raise Conflict("one side of a copy must be memory")
-            target.write(to + done, window)
-        done += step
-        copied += window.nbytes
-        step = max(1, PIECE_BYTES // (window.nbytes // step))
+def _begin(job: Job, source: Side, target: Side) -> int:
+    """Bytes whose copies have begun."""
+    width, under_way = source.tier.page_bytes, 0
+    step = max(1, PIECE_BYTES // width)
+    for first, to, count in runs(unpack_u32(source.table.indices), unpack_u32(target.table.indices)):
+        for at in range(0, count, step):
+            if under_way >= UNDER_WAY_BYTES:
+                _finish(source, target)
+                under_way = 0
+            if job.cancelled.is_set():
+                raise Cancelled(f"transfer {job.transfer} was cancelled")
+            some = min(step, count - at)
+            _move(source.tier, first + at, target.tier, to + at, some)
+            under_way += some * width
+    copied = width * len(source.table)
+    if source.tail is not None and target.tail is not None:
+        copied += _move_tail(source.tier, source.tail.slot, target.tier, target.tail.slot)
     return copied
+
+
+def _finish(source: Side, target: Side) -> None:
+    """Whatever came before: afterwards nothing is read or written any more."""
+    try:
+        source.tier.finish()
+    finally:
+        target.tier.finish()
+
+
+def _move(source: Tier, first: int, target: Tier, to: int, count: int) -> None:
+    if isinstance(target, MemoryTier):
+        source.read(first, target.window(to, count))
+    elif isinstance(source, MemoryTier):
+        target.write(to, source.window(first, count))
+    elif isinstance(source, CudaTier) and isinstance(target, CudaTier):
+        source.send(first, target, to, count)
+    else:
+        raise Conflict("one side of a copy must be host memory, or both on GPUs")
+
+
+def _move_tail(source: Tier, slot: int, target: Tier, to: int) -> int:
+    """Bytes of the tail."""
+    if not isinstance(source, PoolTier) or not isinstance(target, PoolTier):
+        raise Conflict("only pools have tails")
+    if isinstance(target, MemoryTier):
+        source.read_tail(slot, target.tail(to))
+    elif isinstance(source, MemoryTier):
+        target.write_tail(to, source.tail(slot))
+    elif isinstance(source, CudaTier) and isinstance(target, CudaTier):
+        source.send_tail(slot, target, to)
+    else:
+        raise Conflict("one side of a copy must be host memory, or both on GPUs")
+    return source.tail_bytes
 
 
 def runs(sources: np.ndarray, targets: np.ndarray) -> Iterator[tuple[int, int, int]]:

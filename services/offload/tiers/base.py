@@ -1,8 +1,11 @@
 """SEAM: a place pages can be read from and written to, one kind per file.
 
 A tier knows whether handles still name what it holds (`check`, raising Stale; called before and after every copy, so
-`read` and `write` need not), and moves runs of whole pages between itself and memory. Calls come from mover threads;
-two copies never have the same target page. Anything that fails raises: the caller's fallback is to recompute.
+`read` and `write` need not), and moves runs of whole pages between itself and host memory. Calls come from mover
+threads; two copies never have the same target page. Anything that fails raises: the caller's fallback is to recompute.
+
+`read` and `write` may return before the bytes have moved: until `finish` returns, both sides must stay as they are, and
+nothing is certain. Kinds that are memory can do more between each other than this; `mover.py` knows which.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from shared.handles import BlockTable, TailHandle
 
 
 class Tier(ABC):
+    page_bytes: int
+
     @abstractmethod
     def check(self, table: BlockTable, tail: TailHandle | None) -> None:
         """Raises Stale unless every handle still names its tenant."""
@@ -27,10 +32,30 @@ class Tier(ABC):
     def write(self, first: int, pages: np.ndarray) -> None:
         """`pages`, uint8 [pages, page_bytes] → pages `first …`."""
 
-    def window(self, first: int, count: int) -> np.ndarray | None:
-        """Pages `first …` as uint8 [count, page_bytes] in place, if this tier is memory; else None."""
-        return None
+    @abstractmethod
+    def finish(self) -> None:
+        """Returns when everything begun by the calling thread is done, or raises if that cannot be known."""
 
-    def tail(self, slot: int) -> np.ndarray:
-        """A tail slot, uint8 [tail_bytes], in place. Only memory has tails; others raise NotImplementedError."""
-        raise NotImplementedError(f"{type(self).__name__} holds no tails")
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of what it holds. Nothing is under way and nothing will be begun."""
+
+
+class PoolTier(Tier):
+    """A pool of this node, in one incarnation: it has tails, too."""
+
+    epoch: int
+    tail_bytes: int
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether the incarnation is over: its handles are all stale, and its successor may want the memory."""
+
+    @abstractmethod
+    def read_tail(self, slot: int, into: np.ndarray) -> None:
+        """A tail → `into`, uint8 [tail_bytes]; as `read`."""
+
+    @abstractmethod
+    def write_tail(self, slot: int, tail: np.ndarray) -> None:
+        """`tail`, uint8 [tail_bytes] → a tail; as `write`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -67,6 +68,7 @@ class ColdTier(Tier):
 
     def __init__(self, pages: np.ndarray) -> None:
         self.stored = {index: page.tobytes() for index, page in enumerate(pages)}
+        self.page_bytes = pages.shape[1]
 
     def check(self, table: BlockTable, tail: TailHandle | None) -> None:
         return
@@ -78,6 +80,12 @@ class ColdTier(Tier):
     def write(self, first: int, pages: np.ndarray) -> None:
         for row, page in enumerate(pages):
             self.stored[first + row] = page.tobytes()
+
+    def finish(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
 
 
 @pytest.mark.parametrize("piece", [1, 3 * 4096, 8 << 20])
@@ -175,6 +183,12 @@ def test_a_tier_that_is_not_memory_can_be_either_side(pools: Pools) -> None:
     np.testing.assert_array_equal(pools.a.pages[[7, 8, 3]], expected)
     with pytest.raises(Conflict, match="memory"):
         pools.mover.submit(3, out, out).done.result(5)
+    with pytest.raises(Conflict, match="tails"):
+        pools.mover.submit(4, dataclasses.replace(out, tail=TailHandle(slot=0, generation=0)),
+                           pools.side(pools.a, [7, 8, 3], 0)).done.result(5)  # fmt: skip
+    cold.page_bytes += 1
+    with pytest.raises(Conflict, match="size"):
+        pools.mover.submit(5, out, pools.side(pools.a, [7, 8, 3]))
 
 
 def test_a_failing_tier_fails_its_transfer_and_no_other(pools: Pools) -> None:

@@ -24,7 +24,7 @@ PIECE = 4 << 20  # weights converted at once: 16 MiB in float32
 
 
 def check(source: Source, config: ModelConfig) -> list[Target]:
-    """The targets of `config`. Misconfigured names tensors that are missing, unknown or of the wrong shape."""
+    """The targets of `config`. Misconfigured names tensors that are missing, unknown, or of a wrong shape or kind."""
     wanted = targets(config)
     parts = [part for target in wanted for part in target.parts]
     present, expected = source.names(), {source.part_name(part) for part in parts}
@@ -36,6 +36,8 @@ def check(source: Source, config: ModelConfig) -> list[Target]:
         name = source.part_name(part)
         if source.shape(name) != part.shape:
             raise Misconfigured(f"{source.path}: tensor {name!r} has shape {source.shape(name)}, expected {part.shape}")
+    for part in {source.kind(source.part_name(part)): part for part in parts}.values():
+        source.read(part, 0, 1)  # a kind that cannot be read is refused now, not after minutes of conversion
     return wanted
 
 

@@ -145,7 +145,10 @@ class GgufSource:
         try:
             values = self._dequantize(np.ascontiguousarray(tensor.data[rows]), kind)
         except NotImplementedError as error:
-            raise Misconfigured(f"{self.path}: {part.gguf!r} has unsupported quantisation {kind.name}") from error
+            raise Misconfigured(
+                f"{self.path}: tensor {part.gguf!r} has unsupported quantisation {kind.name}; "
+                "use a file of the same model in Q4_0, Q4_1, Q8_0, a K-quant such as Q4_K_M, or F16"
+            ) from error
         return np.asarray(values, dtype=np.float32).reshape(stop - start, *part.shape[1:])
 
     def blocks(self, part: Part, start: int, stop: int) -> np.ndarray:

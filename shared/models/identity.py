@@ -46,7 +46,7 @@ def remembered(path: Path, records: Path) -> str | None:
 
 
 def _record(path: Path, records: Path) -> Path:
-    return records / f"{hashlib.blake2b(str(path).encode(), digest_size=16).hexdigest()}.json"
+    return records / f"{hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()}.json"
 
 
 def _stamp(files: list[Path]) -> list[list[str | int]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 
 from infra.nats.server import NatsServer
 from services.cli.child import die_with_parent
@@ -25,6 +26,12 @@ hypothesis.settings.load_profile("ci")  # everywhere: the same examples each tim
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # a shell's background job ignores Ctrl-C, and so would everything the tests start and interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Random tensors are the same in every run, whatever ran before."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,8 @@ def _model() -> tuple[object, object]:
     return model, AutoTokenizer.from_pretrained(**source)
 
 
-def judge(prompt: str, continuation: list[int]) -> Verdict:
+@cache
+def judge(prompt: str, continuation: tuple[int, ...]) -> Verdict:
     """Compares each token with the reference's greedy choice after the raw prompt and the tokens before it.
 
     One forward pass over prompt and continuation; as long as all choices agree it is the same as generating step by

@@ -44,7 +44,7 @@ async def test_greedy_equals_transformers_alone_and_together(request: pytest.Fix
     together = await answers(running, PROMPTS, together=True)
     certain = 0
     for prompt, single, crowd in zip(PROMPTS, alone, together, strict=True):
-        verdict = judge(prompt, single["token_ids"])
+        verdict = judge(prompt, tuple(single["token_ids"]))
         certain += verdict.certain
         assert not verdict.wrong, (prompt, single["token_ids"])
         assert crowd["token_ids"] == single["token_ids"], prompt

@@ -57,8 +57,9 @@ static int32_t pages_in_part(const kv_job *j, int32_t b, int32_t head, int32_t f
     return count < 0 ? 0 : (int32_t)count;
 }
 
-/* The K segments of a head's pages, then its V segments, at `to`. Touches them all: random pages are in no TLB, and walks of
- * page tables that begin together cost hardly more than one, while each alone would hold up a stream of prefetches. */
+/* The K segments of a head's pages, then its V segments, at `to`. Prefetches their scales, or touches the codes where there
+ * are none: random pages are in no TLB, and walks of page tables that begin together cost hardly more than one, while each
+ * alone would hold up a stream of prefetches. */
 static void list_segments(const kv_job *j, int32_t b, int32_t head, int32_t first, int32_t count, kv_segment *to) {
     const kv_decode *call = j->call;
     const kv_layer *layer = j->layer;
@@ -71,8 +72,9 @@ static void list_segments(const kv_job *j, int32_t b, int32_t head, int32_t firs
         to[i].scales = page + layer->k.scales + head * layer->k.head_scales;
         to[count + i].codes = page + layer->v.codes + head * layer->v.head_codes;
         to[count + i].scales = page + layer->v.scales + head * layer->v.head_scales;
-        for (int64_t at = 0; at < layer->k.head_codes; at += SMALL_PAGE) PREFETCH(to[i].codes + at);
-        for (int64_t at = 0; at < layer->v.head_codes; at += SMALL_PAGE) PREFETCH(to[count + i].codes + at);
+        for (int64_t at = 0; !layer->k.head_scales && at < layer->k.head_codes; at += SMALL_PAGE) PREFETCH(to[i].codes + at);
+        for (int64_t at = 0; !layer->v.head_scales && at < layer->v.head_codes; at += SMALL_PAGE)
+            PREFETCH(to[count + i].codes + at);
         for (int64_t at = 0; at < layer->k.head_scales; at += 64) PREFETCH(to[i].scales + at);
         for (int64_t at = 0; at < layer->v.head_scales; at += 64) PREFETCH(to[count + i].scales + at);
     }

@@ -49,6 +49,12 @@ def complain(text: str) -> None:
     err().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def warn(text: str) -> None:
+    """Something that is probably not meant, but does not stop anything."""
+    err().print("warning:", style="yellow", end=" ")
+    err().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def size(count: float) -> str:
     """Bytes for people: 1536 → `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

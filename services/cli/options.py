@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
 
@@ -28,6 +29,9 @@ KINDS: dict[str, type[CommonSettings]] = {
 }
 """The settings of each actor, by its name."""
 
+NOT_SETTINGS = frozenset({"KVRELAY_CACHE_DIR", "KVRELAY_CONFIG", "KVRELAY_CPU_ISA", "KVRELAY_SHM_DIR"})
+"""Variables that are read where they are needed."""
+CLOSE = 0.9
 NOT_FLAGS = frozenset({"instance", "nats_user", "nats_password"})
 """Set per process, or secret: command lines are visible to everybody on the machine."""
 
@@ -56,6 +60,18 @@ def with_settings(kinds: Iterable[type[CommonSettings]], command: Callable[..., 
 def environment(flags: Mapping[str, Any]) -> dict[str, str]:
     """The given ones among `flags` as the variables that carry them to another process."""
     return {f"KVRELAY_{name.upper()}": _text(value) for name, value in flags.items() if value is not None}
+
+
+def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Variables that look like a setting and are none, with the one that may be meant.
+
+    Others of our prefix are left alone: a cluster gives its containers `KVRELAY_PORT` and more for a service `kvrelay`.
+    """
+    names = {f"KVRELAY_{name.upper()}" for kind in KINDS.values() for name in kind.model_fields}
+    for variable in variables:
+        if variable.startswith("KVRELAY_") and variable not in names and variable not in NOT_SETTINGS:
+            for meant in difflib.get_close_matches(variable, names, 1, CLOSE):
+                yield variable, meant
 
 
 def known(kind: type[CommonSettings], flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from typing import Annotated, Any
 
 import typer
 
 from infra.nats.server import port_is_free
+from services.cli import console
 from services.cli.application import application
 from services.cli.connection import login_in
-from services.cli.options import KINDS, environment, known, with_settings
+from services.cli.options import KINDS, environment, known, misspelt, with_settings
 from services.cli.pipeline import Pipeline, Plan
 from services.cli.report import Report
 from services.cli.state_dir import StateDir
@@ -32,6 +34,8 @@ def up(
 
     Every setting is also a variable, KVRELAY_<NAME>, and a line of kvrelay.toml.
     """
+    for variable, meant in misspelt(os.environ):
+        console.warn(f"{variable} is no setting; did you mean {meant}?")
     for kind in KINDS.values():
         settings.load(kind, known(kind, flags))
     gateway = settings.load(settings.GatewaySettings, known(settings.GatewaySettings, flags))

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from services.cli.options import KINDS, NOT_FLAGS, environment, known, with_settings
+from services.cli.options import KINDS, NOT_FLAGS, environment, known, misspelt, with_settings
 from shared import settings
 
 
@@ -62,3 +62,20 @@ def test_given_flags_arrive_in_every_settings_class_that_knows_them() -> None:
 def test_wrong_usage_names_the_flag(arguments: tuple[str, ...]) -> None:
     said = parse(*arguments)
     assert isinstance(said, str) and arguments[0] in said
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("KVRELAY_MAX_NUM_SEQ", ["KVRELAY_MAX_NUM_SEQS"]),
+        ("KVRELAY_KV_CACHE_DTYP", ["KVRELAY_KV_CACHE_DTYPE"]),
+        *((f"KVRELAY_{name}", []) for name in ("MAX_NUM_SEQS", "NATS_PASSWORD", "SHM_DIR", "CACHE_DIR", "CONFIG")),
+        *(
+            (f"KVRELAY_{name}", [])
+            for name in ("CPU_ISA", "PORT", "SERVICE_HOST", "SERVICE_PORT", "PORT_80_TCP")
+        ),
+        ("MAX_NUM_SEQ", []),
+    ],
+)
+def test_a_variable_that_is_almost_a_setting_is_noticed(variable: str, meant: list[str]) -> None:
+    assert list(misspelt([variable])) == [(variable, name) for name in meant]

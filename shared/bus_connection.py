@@ -66,6 +66,8 @@ class Connection:
 
     async def wait_up(self, timeout_s: float) -> None:
         """Returns when the connection is there. Raises Unavailable after `timeout_s`, or why it never will be."""
+        if not self.up and not self.closed.is_set():
+            self._up.clear()  # nats-py knows of a loss some time before it tells
         try:
             async with asyncio.timeout(timeout_s):
                 await self._up.wait()

@@ -73,7 +73,8 @@ class LeaseKeeper:
                 await self._added.wait()
             third = min(self._terms.values()) / 3
             await asyncio.sleep(min(RETRY_S, third) if self._unanswered else third)
-            await self.renew()
+            if self._until:
+                await self.renew()
 
     async def renew(self) -> bool:
         """One renewal of everything held; False if the block manager did not answer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -26,6 +26,9 @@ from shared.pool_client import PoolClient
 from shared.route import handles, listens
 from shared.settings import WorkerSettings
 from shared.token_items import Preempted
+
+OUTAGE_S: Final = 5.0
+"""After so long without a connection a gateway has given the worker up, and token items are dropped."""
 
 
 class Engine(Protocol):
@@ -129,8 +132,13 @@ class Worker(Actor):
         self.pool.created(message)
 
     async def publish_tokens(self, gateway: str, batch: TokenBatch) -> None:
-        """A lost batch shows as a gap, or as silence, to the gateway, which then starts the next attempt."""
+        """Waits for a connection that is down: late items do no harm, but a last word that is never said does.
+
+        A batch that is lost all the same shows as a gap, or as silence, to the gateway, which starts the next attempt.
+        """
         try:
+            if not self.bus.up:
+                await self.bus.connection.wait_up(OUTAGE_S)
             await self.bus.publish(f"gateway.tokens.{gateway}", batch)
         except errors.KvrelayError as error:
             self.log.warning("token items were lost", gateway=gateway, items=len(batch.items), error=error.text)

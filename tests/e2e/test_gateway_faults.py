@@ -164,9 +164,14 @@ async def test_a_worker_that_died_while_it_accepted(fresh: Stage) -> None:
     await on.start(ScriptedPrefill)
     await until(lambda: len(on.gateway._watch.ready("prefill")) == 2)
     on.gateway._watch.exited(ActorExited(actor="prefill", instance=fallen.instance, pid=1, code=-9))
-    answers = [await ask(on) for _ in range(12)]  # chance decides which of the two is asked
-    assert all(answer.token_ids == on.answer for answer in answers)
-    assert any((answer.attempts or 0) > 1 for answer in answers)
+    attempts = 1
+    for _ in range(50):  # chance decides which of the two is asked
+        answer = await ask(on)
+        assert answer.token_ids == on.answer
+        attempts = answer.attempts or 0
+        if attempts > 1:
+            break
+    assert attempts > 1
 
 
 async def test_without_a_worker_there_is_a_typed_error_in_time(fresh: Stage) -> None:

@@ -172,6 +172,29 @@ async def test_sequences_of_a_silent_gateway_are_dropped(running: Engines, monke
     assert not unheard.items and silent.emitted < 450
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+async def test_a_worker_that_was_cut_off_for_a_moment_says_everything_it_has_to_say(
+    running: Engines, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    gateway, worker = running.gateway, getattr(running, name)
+    expected = await gateway.complete(gateway.work(prompt(20), 40, cache_salt="whole"))
+    brake = Brake(monkeypatch, worker.engine._model, passes=0 if name == "prefill" else 3)
+    sending = asyncio.ensure_future(gateway.send(gateway.work(prompt(20), 40, cache_salt="cut")))
+    await until(lambda: worker.details()["running"] == 1)
+    attempt = await gateway.until(await sending, 0 if name == "prefill" else 4)  # nothing is on its way
+    connection = worker.bus.connection
+    tell = connection.on_lost
+
+    def lost(error: errors.KvrelayError) -> None:
+        tell(error)
+        brake.release()
+
+    monkeypatch.setattr(connection, "on_lost", lost)
+    connection.client._transport.close()
+    await gateway.finish(attempt, timeout_s=10)
+    assert (attempt.tokens, attempt.last.finish_reason) == (expected, "length")
+
+
 @pytest.mark.parametrize("actor", ["prefill", "decode"])
 async def test_a_failing_model_ends_everything_at_once(
     tmp_path: Path, model: str, actor: str, monkeypatch: pytest.MonkeyPatch

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,66 +14,18 @@ import pytest
 from shared import errors
 from shared.handles import unpack_u32
 from shared.messages import ActorExited, Lease
-from shared.pool import attach, shm
-from tests.support.node import BLOCK, Node, Worker, everything_back, fill
+from shared.pool import attach
+from tests.support import node_processes
+from tests.support.node import BLOCK, Worker, everything_back, fill
+from tests.support.node_processes import Processes
 
 TOKENS = list(range(5 * BLOCK + 3))
 
 
-class Processes:
-    """The node's actors, each a process of its own."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, actor: str) -> None:
-        settings = {
-            "STATE_DIR": str(self.node.state_dir),
-            "NUM_BLOCKS_OVERRIDE": "32",
-            "MAX_NUM_SEQS": "8",
-            "PREFILL_POOL": "a",
-            "DECODE_POOL": "b",
-            "INSTANCE": f"{actor}-1",
-        }
-        environment = {**os.environ, **{f"KVRELAY_{name}": value for name, value in settings.items()}}
-        self.running[actor] = subprocess.Popen([sys.executable, "-m", f"services.{actor}"], env=environment)
-
-    def send(self, actor: str, number: int) -> None:
-        self.running[actor].send_signal(number)
-
-    def stop(self, actor: str, number: int = signal.SIGTERM) -> int:
-        process = self.running.pop(actor)
-        process.send_signal(number)
-        process.send_signal(signal.SIGCONT)
-        return process.wait(10)
-
-    async def ready(self, worker: Worker) -> None:
-        """Returns when a hand-over between the pools works."""
-        async with asyncio.timeout(20):
-            while True:
-                with contextlib.suppress(errors.Unavailable, errors.Timeout):
-                    lease = await worker.acquire("a", [1, 2, 3], "probe", timeout_s=2)
-                    try:
-                        await worker.adopt(lease, "b", timeout_s=4)
-                        return
-                    finally:
-                        await worker.release(lease)
-                await asyncio.sleep(0.05)
-
-
 @pytest.fixture
 async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
-    async with contextlib.AsyncExitStack() as stack:
-        processes = Processes(await Node.start(tmp_path, stack))
-        try:
-            for actor in ("block_manager", "offload"):
-                processes.start(actor)
-            yield processes
-        finally:
-            for actor in list(processes.running):
-                processes.stop(actor)
-            assert [shm.pool_path(name, tmp_path).exists() for name in "ab"] == [False, False]
+    async with node_processes.processes(tmp_path, ("a", "b")) as running:
+        yield running
 
 
 async def prefilled(worker: Worker, request_id: str = "r1") -> Lease:

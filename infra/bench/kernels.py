@@ -57,8 +57,8 @@ SHAPES = (
 
 
 def memory(rows: int, width: int) -> Tensor:
-    """Touched uint8 [rows, width] in huge pages where the kernel grants them, as the pool's memory is."""
-    area = mmap.mmap(-1, rows * width)
+    """Touched uint8 [rows, width] in huge pages where Linux grants them, as the pool's memory is."""
+    area = mmap.mmap(-1, rows * width, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
     found = torch.frombuffer(area, dtype=torch.uint8).view(rows, width)
@@ -110,7 +110,8 @@ def decode_batch(shape: Shape) -> Batch:
 def torch_decode(shape: Shape) -> Callable[[], None]:
     """One layer of gather + SDPA in bf16 over [page, block, kv_heads, head_dim], another layer each call."""
     pages = shape.batch * shape.context // BLOCK
-    cache = torch.zeros(shape.layers, 2, pages, BLOCK, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16)
+    cache = memory(shape.layers * 2 * pages, BLOCK * shape.kv_heads * shape.head_dim * 2).view(torch.bfloat16)
+    cache = cache.view(shape.layers, 2, pages, BLOCK, shape.kv_heads, shape.head_dim)
     table = decode_batch(shape).tables.flatten()
     q = torch.randn(shape.batch, shape.kv_heads, shape.group, shape.head_dim, dtype=torch.bfloat16)
     turn = count()

@@ -13,7 +13,7 @@ from shared.errors import Stale
 from shared.pool import Pool, attach
 from tests.support.pools import describe, handles, make_pool, tiny_layout
 
-NOT_KINDS = {"base", "layout", "cuda_driver", "cuda_stream"}
+NOT_KINDS = {"base", "layout", "huge_pages", "cuda_driver", "cuda_stream"}
 
 
 def test_every_kind_has_a_contract_run() -> None:

@@ -1,6 +1,6 @@
 """`make gpu-check`: at most ten minutes on one NVIDIA GPU. Judges every Triton kernel by the reference, measures decode
-attention and sealing against the GPU's own copy bandwidth, and serves requests with prefill and decode as two
-processes that share the block manager's memory on the GPU.
+attention, shared pages and sealing against the GPU's own copy bandwidth, and serves requests with prefill and decode as
+two processes that share the block manager's memory on the GPU.
 
 Every part runs even if another fails. The result is printed, and appended to `docs/gpu.md` unless --no-record is given.
 """
@@ -196,6 +196,7 @@ def check(quick: bool) -> list[Section]:
     parts: list[tuple[str, Callable[[], list[Row]]]] = [
         ("every kernel against the reference", cases),
         ("decode attention", lambda: list(gpu.decode_attention(bandwidth or float("nan"), quick))),
+        ("decode over shared pages", lambda: list(gpu.shared_prefix(bandwidth or float("nan"), quick))),
         ("sealing 4,096 tokens of a layer", lambda: list(gpu.sealing(bandwidth or float("nan")))),
         ("pipeline on one GPU through CUDA IPC", pipeline),
     ]
@@ -206,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code 0 if everything passed and met its target, else 1."""
     parser = argparse.ArgumentParser(prog="python -m infra.bench.gpu_check", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--quick", action="store_true", help="one shape of decode attention only")
+    parser.add_argument("--quick", action="store_true", help="one shape of decode attention, shared pages in bf16 only")
     parser.add_argument("--no-record", action="store_true", help="leave docs/gpu.md alone")
     parser.add_argument(
         "--tune", action="store_true", help="find the fastest tiles and write this GPU's table; no check"

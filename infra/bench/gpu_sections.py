@@ -1,10 +1,11 @@
-"""What `gpu_check` measures: bandwidth, decode attention, sealing. All times are medians on the device's own clock."""
+"""What `gpu_check` measures: copies, decode attention, shared pages, sealing. Times are medians by the GPU's clock."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from infra.bench.report import Row
 from kernels.attention import Batch
 from kernels.layout import PageLayout, page_layout, parse_kv_cache_dtype
+from kernels.shared_prefix import share
 from kernels.triton.attend import attend
 from kernels.triton.seal import seal
 from kernels.triton.tuning import TileShape
@@ -24,6 +26,8 @@ BATCHES = (1, 8, 64)
 CONTEXTS = (4096, 32_768, 131_072)
 TARGETS = {"bf16": 0.70, "int8": 0.55}
 """Share of the copy bandwidth that decode attention must reach at 32 K and more, batch 8 and more."""
+FAMILY, FAMILY_CONTEXT, FAMILY_OWN = 8, 32_768, 1024
+"""Sequences that share all of their context but the last keys."""
 MEMORY_SHARE = 0.6
 
 
@@ -100,12 +104,16 @@ def decode_case(layout: PageLayout, sequences: int, context: int) -> Case:
     return Case(layout, pages, tails.view(torch.uint8).view(sequences, layout.tail_bytes), batch, q)
 
 
-def attention_seconds(case: Case, shape: TileShape | None = None) -> float:
+def attention(case: Case, out: torch.Tensor | None = None, shape: TileShape | None = None) -> torch.Tensor:
     """One decode step of one layer."""
-    scale, out = case.layout.head_dim**-0.5, torch.empty_like(case.q)
-    return seconds(
-        lambda: attend(case.q, case.pages, case.tails, case.layout, 0, case.batch, scale=scale, out=out, shape=shape)
-    )
+    scale = case.layout.head_dim**-0.5
+    return attend(case.q, case.pages, case.tails, case.layout, 0, case.batch, scale=scale, out=out, shape=shape)
+
+
+def attention_seconds(case: Case, shape: TileShape | None = None) -> float:
+    """Of one decode step of one layer."""
+    out = torch.empty_like(case.q)
+    return seconds(lambda: attention(case, out, shape))
 
 
 def decode_attention(bandwidth: float, quick: bool) -> Iterator[Row]:
@@ -126,6 +134,34 @@ def decode_attention(bandwidth: float, quick: bool) -> Iterator[Row]:
             "GB/s": case.bytes / took / 1e9, "share %": 100 * share, "target": verdict,
         }  # fmt: skip
         del case
+        torch.cuda.empty_cache()
+
+
+def shared_prefix(bandwidth: float, quick: bool) -> Iterator[Row]:
+    """Decode of a family of sequences, each reading all of its pages, against reading the common ones once.
+
+    `share` is of the bytes that are read once. Must be faster, and the same up to rounding.
+    """
+    for name in FORMATS[:1] if quick else FORMATS:
+        layout = layout_of(name)
+        case = decode_case(layout, FAMILY, FAMILY_CONTEXT)
+        common = (FAMILY_CONTEXT - FAMILY_OWN) // BLOCK
+        tables, counts = case.batch.tables, case.batch.page_counts
+        tables[1:, :common] = tables[0, :common]
+        plan = share(tables.cpu().numpy(), counts.cpu().numpy(), layout.layer_bytes)
+        assert plan is not None
+        together = case._replace(batch=replace(case.batch, shared=plan.to(tables.device)))
+        apart_s, together_s = attention_seconds(case), attention_seconds(together)
+        difference = (attention(case) - attention(together)).abs().max().item()
+        read = case.bytes - (FAMILY - 1) * common * layout.layer_bytes
+        met = together_s < apart_s and difference < 0.01
+        yield {
+            "format": name, "batch": FAMILY, "context": FAMILY_CONTEXT, "shared": common * BLOCK,
+            "us apart": apart_s * 1e6, "us together": together_s * 1e6, "times as fast": apart_s / together_s,
+            "share %": 100 * read / together_s / bandwidth, "difference": difference,
+            "target": "met" if met else "below it",
+        }  # fmt: skip
+        del case, together
         torch.cuda.empty_cache()
 
 

@@ -30,7 +30,8 @@ from kernels.triton.merge import merge_splits
 from kernels.triton.tuning import TileShape
 
 
-@triton.jit
+# numbers that differ between calls: one binary for all of them
+@triton.jit(do_not_specialize=("table_row", "lse_row", "layer", "parts", "first_part"))
 def attend_kernel(
     q, out, part, lse, pages, tails, tables, counts, tail_slots, tail_lengths, query_starts, page_lse, scales,
     members, first_pages,
@@ -181,6 +182,9 @@ def attend_kernel(
             tl.store(target, (acc_low * norm).to(out.dtype.element_ty), mask=inside)
             tl.store(target + half, (acc_high * norm).to(out.dtype.element_ty), mask=inside)
         else:
+            if TOGETHER:
+                # read again rather than kept, which would cost registers in the loop; volatile, or it would be kept
+                row = tl.load(members + first_row + query, mask=live, other=0, volatile=True).to(tl.int64)
             flat = row * (KV_HEADS * GROUP) + q_heads
             if TOGETHER or REST:
                 flat = flat * parts + first_part + split
@@ -191,8 +195,8 @@ def attend_kernel(
             tl.store(target + half, acc_high * norm, mask=inside)
             tl.store(lse + flat, tl.where(total == 0.0, float("-inf"), top + tl.log2(total)), mask=live)
             if REST:
-                # read again rather than kept: it would cost the loop above a register
-                empty = tl.where((split == 0) & (tl.load(first_pages + sequence) == 0), first_part, 0)
+                # likewise
+                empty = tl.where((split == 0) & (tl.load(first_pages + sequence, volatile=True) == 0), first_part, 0)
                 for before in range(1, empty + 1):
                     tl.store(lse + flat - before, float("-inf"), mask=live)
 

@@ -1,7 +1,7 @@
 """Shapes of attention tiles, from one table a GPU: `tuning/<name of the GPU>.json`, else `tuning/default.json`.
 
 A table has the sections `decode` (one query a sequence) and `chunk`, each of `[tokens, warps, stages]`, and `together`
-(decode over shared pages) of `[rows, tokens, warps, stages]`, by `<K format>/<V format>/<head_dim>`,
+(decode over shared pages) of `[most rows, tokens, warps, stages]`, by `<K format>/<V format>/<head_dim>`,
 `<K format>/*/<head_dim>` or `*/*/<head_dim>`; with a star, head_dim is rounded up to a power of two.
 `python -m infra.bench.gpu_check --tune` writes the table of the GPU it runs on.
 """
@@ -65,10 +65,9 @@ def tile_shape(
 def together_shape(
     k_format: str, v_format: str, head_dim: int, group: int, members: int, table: str = DEFAULT
 ) -> TileShape:
-    """For decode of up to `members` sequences over pages they share: the tile of plain decode if it holds them all."""
-    plain = tile_shape(k_format, v_format, head_dim, group, 1, table)
-    wide = TileShape(*_entry("together", k_format, v_format, head_dim, table))
-    return plain if group * members <= plain.rows else wide
+    """For decode of up to `members` sequences over pages they share."""
+    most, tokens, warps, stages = _entry("together", k_format, v_format, head_dim, table)
+    return TileShape(16 if group * members <= 16 else most, tokens, warps, stages)
 
 
 def _entry(section: str, k_format: str, v_format: str, head_dim: int, table: str) -> list[int]:

@@ -172,7 +172,6 @@ def test_stopping_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (("--kv-cache-dtype", "int7"), "int7"),
         (("--block-size", "17"), "block_size"),
         (("--kernels", "triton"), "triton"),
         (("--nats-url", "nats://a:b@127.0.0.1:1"), "cannot reach NATS"),

@@ -85,6 +85,7 @@ def test_no_command_imports_torch() -> None:
         (("run", "nobody"), "nobody"),
         (("up", "--prefill-workers", "0"), "prefill-workers"),
         (("up", "--block-size", "0"), "block_size"),
+        (("up", "--kv-cache-dtype", "int7"), "int7"),
         (("up", "--nats-url", "nats://somewhere", "--nats-port", "4222"), "nats-port"),
         (("generate", "hi", "--cache-salt", "caf\udce9"), "UTF-8"),
     ],

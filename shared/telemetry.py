@@ -2,7 +2,7 @@
 
 One trace per request across all actors. A hop's span is started by whoever serves the message, below the span the
 message was sent from; a message sent outside of any span starts none, so heartbeats and renewals make no traces.
-No span and no event per token: see the ring of step records in decode.
+No span and no event per token.
 """
 
 from __future__ import annotations

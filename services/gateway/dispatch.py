@@ -229,8 +229,7 @@ class Dispatcher:
         self.live.pop(request.id, None)
         self._by_work.pop(request.work_id, None)
         live.close()
-        outcome = type(error).__name__ if error is not None else str(request.finish_reason)
-        self._metrics.ended(request, outcome, self._clock.monotonic())
+        self._metrics.ended(request, error, self._clock.monotonic())
         live.output.end(error)
         if not self.live:
             self._idle.set()

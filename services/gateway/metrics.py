@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from services.gateway.request import Request
 from services.gateway.watch import KINDS, Watch
+from shared.errors import Cancelled, KvrelayError
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -73,16 +74,21 @@ class Metrics:
     def retried(self, reason: str) -> None:
         self._retries.labels(reason).inc()
 
-    def ended(self, request: Request, outcome: str, now: float) -> None:
-        self._requests.labels(outcome).inc()
+    def ended(self, request: Request, error: KvrelayError | None, now: float) -> None:
+        self._requests.labels(str(request.finish_reason) if error is None else _outcome(error)).inc()
         self._e2e.observe(now - request.started)
 
-    def refused(self, outcome: str) -> None:
+    def refused(self, error: KvrelayError) -> None:
         """A request that was never admitted."""
-        self._requests.labels(outcome).inc()
+        self._requests.labels(_outcome(error)).inc()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _outcome(error: KvrelayError) -> str:
+    """Whether a client asked for the end of its request or vanished is one outcome."""
+    return "cancelled" if isinstance(error, Cancelled) else type(error).__name__
 
 
 class _Actors(Collector):

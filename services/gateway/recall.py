@@ -21,16 +21,22 @@ class Publishes(Protocol):
 
 
 class Tasks:
-    """Tasks that nobody awaits but that must not be collected while they run."""
+    """Tasks that nobody awaits but that must not be collected while they run; what they raise is logged."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
+        self._log = logs.get()
 
     def spawn(self, work: Coroutine[Any, Any, None], context: Context | None = None) -> None:
         """Starts `work`, in a copy of `context` if one is given."""
         task = asyncio.get_running_loop().create_task(work, context=context.copy() if context is not None else None)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            self._log.error("background work failed", exc_info=fault)
 
 
 class Recall:

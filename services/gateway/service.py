@@ -73,7 +73,7 @@ class Service:
             self._ready()
             self.dispatcher.submit(live)
         except KvrelayError as error:
-            self._metrics.refused(type(error).__name__)
+            self._metrics.refused(error)
             raise
         if deadline is not None:
             late = Timeout(f"the request was not done within {min(limits):g} s")

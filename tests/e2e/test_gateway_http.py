@@ -218,14 +218,18 @@ async def test_a_vanished_client_frees_its_work(on: Stage, streaming: bool, toke
 
     on.script = script
     live = on.gateway._dispatcher.live
+    before = _counters((await on.http.get("/metrics")).text)
     async with httpx.AsyncClient(base_url=on.http.base_url) as client:
         asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "a", "stream": streaming}))
         await until(lambda: live and len(next(iter(live.values())).request.emitted) == tokens)
         await until(lambda: next(iter(live.values())).request.owner)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-    await asyncio.wait_for(on.prefill.told.wait(), 5)
     await until(lambda: not live)
+    after = _counters((await on.http.get("/metrics")).text)
+    outcome = 'kvrelay_requests_total{outcome="cancelled"}'  # as if it had asked for it
+    assert after[outcome] - before.get(outcome, 0) == 1
+    await asyncio.wait_for(on.prefill.told.wait(), 5)
 
 
 async def test_the_timeout_header(on: Stage) -> None:

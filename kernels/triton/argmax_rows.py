@@ -36,5 +36,5 @@ def argmax_rows(logits: Tensor) -> Tensor:
         raise ValueError("argmax_rows takes float32 rows with contiguous columns")
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
-        argmax_kernel[(rows,)](logits, out, logits.stride(0), columns, BLOCK=BLOCK, num_warps=8)
+        argmax_kernel[(rows,)](logits, out, logits.stride(0), columns, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False)
     return out

@@ -19,7 +19,7 @@ from kernels.triton._values import load_values, value_half
 __all__ = ["copy_pages", "gather"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("layer",))
 def gather_kernel(
     k, v, pages, block_ids, scales, layer, layer_offset,
     PAGE_BYTES: tl.constexpr, K_SCALES: tl.constexpr, V_CODES: tl.constexpr, V_SCALES: tl.constexpr,

@@ -138,7 +138,7 @@ def _finite(x, RAW: tl.constexpr):
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("layer",))
 def seal_kernel(
     k, v, pages, block_ids, scales, k_page, k_token, k_head, v_page, v_token, v_head, layer, layer_offset,
     PAGE_BYTES: tl.constexpr, K_SCALES: tl.constexpr, V_CODES: tl.constexpr, V_SCALES: tl.constexpr,

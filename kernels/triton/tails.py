@@ -46,4 +46,5 @@ def append_tails(
             k, v, tails, slots, positions, k.stride(0), k.stride(1), v.stride(0), v.stride(1), place.tail_k,
             TAIL_BYTES=layout.tail_bytes, TAIL_V=place.tail_v - place.tail_k, TAIL_RAW=RAW_TYPES[layout.tail_format],
             HEAD_DIM=dim, DIM_PAD=1 << (dim - 1).bit_length(), BLOCK_SIZE=layout.block_size, num_warps=1,
+            enable_fp_fusion=False,
         )  # fmt: skip

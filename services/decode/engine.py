@@ -18,6 +18,7 @@ from services.decode.batch import DecodeBatch, Emission, Key, Seal, Sequence
 from shared.errors import KvrelayError, Stale
 from shared.handles import Layout
 from shared.messages import Sampling
+from shared.models import ahead_of_time
 from shared.models.choice import choose
 from shared.models.kv_step import KVStep
 from shared.models.runtime import Memory
@@ -83,6 +84,9 @@ class DecodeEngine:
         self._views.clear()
         if self._sequences:
             self._report(Report(gone=self._forget(self.batch.rows[:], Stale("the pool has been created anew"))))
+        if memory is not None and memory.pool is not None and ahead_of_time.on_first_use(self._model):
+            rows, width = self.batch.tables.shape
+            ahead_of_time.run_decode_steps(self._model, memory, rows, width, self._scale_tensor, self._shares)
 
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence in; it is part of the next step."""

@@ -14,6 +14,8 @@ from kernels.scales import PoolScales
 from services.prefill.scheduler import Chunk, Key, Prompt, RoundRobin
 from shared.errors import Internal, KvrelayError, Stale
 from shared.handles import Layout, TailHandle
+from shared.messages import Sampling
+from shared.models import ahead_of_time
 from shared.models.choice import choose
 from shared.models.kv_step import KVStep
 from shared.models.runtime import Memory
@@ -112,12 +114,36 @@ class PrefillEngine:
         self.map(Memory.private(layout, 2, 1, self._model.device))
         tokens = np.arange(2 * size + 1, dtype=np.int64) % vocab_size
         table = np.arange(2, dtype=np.int32)
-        prompt = Prompt(("warm-up", 0), tokens, table, table.astype(np.uint32), 0, 0, 0, size)
+        sampler = Sampler(
+            Sampling(temperature=0.0),
+            request_id="warm-up",
+            tokens=(),
+            prompt_tokens=0,
+            eos_token_ids=(),
+            vocab_size=vocab_size,
+            max_tokens=1,
+            max_model_len=1,
+        )
+        self._run(Prompt(("warm-up", 0), tokens, table, table.astype(np.uint32), 0, 0, 0, size), sampler)
+        if ahead_of_time.on_first_use(self._model):
+            for pages in ahead_of_time.powers(self._model.config.context_length // size - 1):
+                # page 0 over and over, and behind it a page's worth of new tokens, or a single one
+                table = np.zeros(pages + 1, np.int32)
+                for new in (size, 1):
+                    tokens = np.zeros(pages * size + new, np.int64)
+                    cached = pages * size
+                    self._run(
+                        Prompt(("warm-up", 0), tokens, table, table.astype(np.uint32), 0, 0, cached, size), sampler
+                    )
+
+    def _run(self, prompt: Prompt, sampler: Sampler) -> None:
+        """All of a prompt at once, unseen by anybody."""
         while True:
-            chunk = prompt.next_chunk(size)
-            self._forward(prompt, chunk)
+            chunk = prompt.next_chunk(prompt.block_size)
+            logits = self._forward(prompt, chunk)
             prompt.advance(chunk)
             if chunk.last:
+                choose(self._model.ops, logits, [sampler])
                 return
 
     def _chunk_tokens(self, prompt: Prompt) -> int:

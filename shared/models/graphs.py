@@ -77,7 +77,7 @@ class DecodeGraphs:
         return found.logits[:count]
 
     def _capture(self, kv: KVStep, rows: int, max_pages: int, together: int, width: int) -> _Captured:
-        staging = page_locked(rows * (7 + width) + 3 * rows + 1)
+        staging = page_locked(_sizes(rows, width)[-1].stop)
         _fields(staging, rows, width)[5].fill_(-1)
         inputs = staging.to(self._device)
         tokens, positions, counts, slots, lengths, append_slots, append_positions, tables = _fields(inputs, rows, width)
@@ -112,16 +112,26 @@ def page_locked(size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int32, pin_memory=True)
 
 
+def _sizes(rows: int, width: int) -> list[slice]:
+    """Where the parts of a buffer are. Each starts at a multiple of 16 bytes: kernels are compiled for that or without
+    it, and there should be one of each for all numbers of rows."""
+    groups, parts, at = rows // 2, [], 0
+    for size in (*[rows] * 7, rows * width, rows, rows, groups, groups + 1):
+        parts.append(slice(at, at + size))
+        at += -(-size // 4) * 4
+    return parts
+
+
 def _fields(buffer: torch.Tensor, rows: int, width: int) -> list[torch.Tensor]:
     """Views of the start of `buffer`: seven of [rows], then the tables [rows, width]."""
-    return [*buffer[: 7 * rows].view(7, rows), buffer[7 * rows : (7 + width) * rows].view(rows, width)]
+    fields = [buffer[part] for part in _sizes(rows, width)[:8]]
+    return [*fields[:7], fields[7].view(rows, width)]
 
 
 def _shared(buffer: torch.Tensor, rows: int, width: int, together: int) -> SharedPrefix:
     """Views of the rest of `buffer`: as many groups as there could be."""
-    groups = rows // 2
-    members, first_pages, counts, starts = buffer[(7 + width) * rows :].split((rows, rows, groups, rows + 1 - groups))
-    return SharedPrefix(members, starts[: groups + 1], counts, first_pages, max_members=together)
+    members, first_pages, counts, starts = (buffer[part] for part in _sizes(rows, width)[8:])
+    return SharedPrefix(members, starts, counts, first_pages, max_members=together)
 
 
 def _copy_shared(source: SharedPrefix, target: SharedPrefix) -> None:

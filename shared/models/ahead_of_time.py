@@ -35,7 +35,7 @@ def powers(most: int) -> Iterator[int]:
 def run_decode_steps(
     model: Transformer, memory: Memory, most_rows: int, width: int, scales: torch.Tensor | None, shares: bool
 ) -> None:
-    """One decode step of every number of sequences up to `most_rows` and of pages up to `width` that makes a difference;
+    """One decode step of every number of sequences up to `most_rows` and pages up to `width` that makes a difference;
     with shared pages too, if decode `shares` them. The sequences are empty: nothing of `memory` is read or written.
     """
     nothing = torch.zeros(most_rows, dtype=torch.int32)

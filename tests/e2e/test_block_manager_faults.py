@@ -45,7 +45,8 @@ async def test_a_killed_block_manager_leaves_stale_handles_and_a_working_success
     before = pool.pages[unpack_u32(lease.table.indices)].copy()
     processes.stop("block_manager", signal.SIGKILL)
     pool.check(lease.table, tail=lease.tail)  # the memory is still there, and nobody recycles it
-    with pytest.raises(errors.Unavailable):
+    # until NATS has read the end of its connection, what is sent to it is lost
+    with pytest.raises((errors.Unavailable, errors.Timeout)):
         await prefill.acquire("a", TOKENS, "r2", timeout_s=2)
 
     processes.start("block_manager")

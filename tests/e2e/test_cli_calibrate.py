@@ -66,8 +66,8 @@ def test_settings_choose_the_format_and_chats_go_through_the_template(model: Pat
         (("--prompts", "-", "--out", "scales.txt"), 2, ".safetensors or .json"),
         (("--prompts", "-", "--out", "/nowhere/scales.json"), 2, "not a folder"),
         (("--prompts", "-", "--out", "s.json", "--policy", "mean"), 2, "smoothed_max"),
-        (("--prompts", "/nowhere", "--out", "s.json"), 1, "cannot read prompts"),
-        (("--prompts", "-", "--out", "s.json", "--kv-cache-dtype", "int9"), 1, "no KV format 'int9'"),
+        (("--prompts", "/nowhere", "--out", "s.json"), 1, "cannot read /nowhere"),
+        (("--prompts", "-", "--out", "s.json", "--kv-cache-dtype", "int9"), 2, "no KV format 'int9'"),
         (("--prompts", "-", "--out", "s.json", "--kv-cache-dtype", "int8"), 1, "nothing to calibrate"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from services.offload.actor import Offload
 from shared.actor import Actor
 from shared.bus import Bus
 from shared.clock import SYSTEM, Clock
+from shared.errors import Timeout, Unavailable
 from shared.handles import BlockTable, unpack_u32
 from shared.messages import (
     Acquire,
@@ -121,7 +123,13 @@ class Worker:
         return await self.ask("extend", Extend(holder=self.holder, items=items), Extended)
 
     async def release(self, lease: Lease) -> None:
-        await self.ask("release", Release(holder=self.holder, leases=[lease.lease]), Empty)
+        """Asked again while unanswered, as workers do: a manager that is starting serves some verbs before others."""
+        async with asyncio.timeout(10):
+            while True:
+                with contextlib.suppress(Unavailable, Timeout):
+                    await self.ask("release", Release(holder=self.holder, leases=[lease.lease]), Empty, 2.0)
+                    return
+                await asyncio.sleep(0.05)
 
     async def renew(self, *leases: Lease) -> list[int]:
         message = Renew(holder=self.holder, leases=[lease.lease for lease in leases])

@@ -53,6 +53,7 @@ class Processes:
                     lease = await worker.acquire(self.pools[0], [1, 2, 3], "probe", timeout_s=2)
                     try:
                         await worker.adopt(lease, self.pools[1], timeout_s=4)
+                        await worker.renew(lease)  # the last verb that a block manager begins to serve
                         return
                     finally:
                         await worker.release(lease)

@@ -70,10 +70,7 @@ def test_wrong_usage_names_the_flag(arguments: tuple[str, ...]) -> None:
         ("KVRELAY_MAX_NUM_SEQ", ["KVRELAY_MAX_NUM_SEQS"]),
         ("KVRELAY_KV_CACHE_DTYP", ["KVRELAY_KV_CACHE_DTYPE"]),
         *((f"KVRELAY_{name}", []) for name in ("MAX_NUM_SEQS", "NATS_PASSWORD", "SHM_DIR", "CACHE_DIR", "CONFIG")),
-        *(
-            (f"KVRELAY_{name}", [])
-            for name in ("CPU_ISA", "PORT", "SERVICE_HOST", "SERVICE_PORT", "PORT_80_TCP")
-        ),
+        *((f"KVRELAY_{name}", []) for name in ("CPU_ISA", "PORT", "SERVICE_HOST", "SERVICE_PORT", "PORT_80_TCP")),
         ("MAX_NUM_SEQ", []),
     ],
 )

@@ -15,7 +15,7 @@ def test_one_prompt_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = tmp_path / "prompts.txt"
     path.write_text("Hello world\n\n  \nWas ist das?\n")
     assert read_prompts(str(path)) == ["Hello world", "Was ist das?"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"from stdin")))
     assert read_prompts("-") == ["from stdin"]
 
 
@@ -48,8 +48,17 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_nothing_to_read_is_said(tmp_path: Path) -> None:
-    with pytest.raises(Misconfigured, match="cannot read prompts"):
+    with pytest.raises(Misconfigured, match="cannot read"):
         read_prompts(str(tmp_path / "nothing"))
     (tmp_path / "empty").write_text("\n \n")
     with pytest.raises(Misconfigured, match="no prompts"):
         read_prompts(str(tmp_path / "empty"))
+
+
+def test_bytes_that_are_no_text_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(Misconfigured, match=r"latin.*utf-8"):
+        read_prompts(str(tmp_path / "latin"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    with pytest.raises(Misconfigured, match=r"stdin.*utf-8"):
+        read_prompts("-")

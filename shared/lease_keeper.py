@@ -21,6 +21,9 @@ log = logs.get()
 
 RETRY_S = 0.5
 SAFETY = 0.9
+DOUBT_S = 3.0
+DOUBT_ROUNDS = 5
+"""So many answered renewals, so far apart, outlast a lease that was granted just before the first of them."""
 
 
 class LeaseKeeper:
@@ -43,6 +46,7 @@ class LeaseKeeper:
         self._terms: dict[int, float] = {}
         self._added = asyncio.Event()
         self._unanswered = False
+        self._doubts = 0
         self.fence = math.inf
 
     def __len__(self) -> int:
@@ -61,6 +65,15 @@ class LeaseKeeper:
             del self._terms[lease]
             self._refence()
 
+    def doubt(self) -> None:
+        """A lease may have been granted that we never heard of.
+
+        For a while we renew even if nothing is held: from whoever renews after a lease has run out, the manager knows
+        that it will soon not write under it. Else it keeps those pages back for a minute.
+        """
+        self._doubts = DOUBT_ROUNDS
+        self._added.set()
+
     def safe(self) -> bool:
         """Whether every lease is surely still ours."""
         return self._now() < self.fence
@@ -68,13 +81,13 @@ class LeaseKeeper:
     async def run(self) -> None:
         """The renewal loop; sleeps without a timer while there is nothing to renew."""
         while True:
-            while not self._until:
+            while not self._until and not self._doubts:
                 self._added.clear()
                 await self._added.wait()
-            third = min(self._terms.values()) / 3
+            third = min(self._terms.values()) / 3 if self._terms else DOUBT_S
             await asyncio.sleep(min(RETRY_S, third) if self._unanswered else third)
-            if self._until:
-                await self.renew()
+            if (self._until or self._doubts) and await self.renew():
+                self._doubts = max(0, self._doubts - 1)
 
     async def renew(self) -> bool:
         """One renewal of everything held; False if the block manager did not answer."""

@@ -167,7 +167,12 @@ class PrefillActor(Worker):
 
     async def _acquire(self, job: Running) -> Prompt:
         ask, sent = job.acquire(self.instance, self.settings.prefill_pool), self.clock.monotonic()
-        lease = job.lease = await self.bus.request("block_manager.acquire", ask, Lease, timeout_s=ACQUIRE_S)
+        try:
+            lease = job.lease = await self.bus.request("block_manager.acquire", ask, Lease, timeout_s=ACQUIRE_S)
+        except BaseException as error:
+            if not isinstance(error, errors.KvrelayError) or isinstance(error, (errors.Unavailable, errors.Timeout)):
+                self.keeper.doubt()  # the answer may come when nobody waits for it any more
+            raise
         self.keeper.add(lease.lease, lease.deadline_s, sent)
         if job.stop is not None:
             raise job.stop

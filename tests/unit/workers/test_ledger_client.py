@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared import ledger_client
+from shared import lease_keeper, ledger_client
 from shared.actor import Actor, Call, handles
 from shared.bus import Bus
 from shared.errors import Unavailable
@@ -19,6 +19,7 @@ from shared.messages import Commit, Empty, Extend, Extended, Release, Renew, Ren
 from tests.conftest import Connect
 from tests.support.actors import running
 from tests.support.manual_clock import ManualClock
+from tests.support.waiting import until
 
 
 class Ledger(Actor):
@@ -209,3 +210,20 @@ async def test_the_loop_renews_by_itself(bus: Bus, ledger: Ledger) -> None:
         while len(ledger.asked) < 3:
             await asyncio.sleep(0.01)
     task.cancel()
+
+
+async def test_after_a_doubt_nothing_is_renewed_for_a_while(
+    ledger: Ledger, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that came too late may have been a lease; who renews without it will not write under it."""
+    for name in ("DOUBT_S", "RETRY_S"):
+        monkeypatch.setattr(lease_keeper, name, 0.01)
+    keeper = LeaseKeeper(bus, "w", lambda _: None)
+    loop = asyncio.ensure_future(keeper.run())
+    ledger.failures = 2
+    keeper.doubt()
+    await until(lambda: len(ledger.asked) == 2 + lease_keeper.DOUBT_ROUNDS)
+    assert ledger.asked == [Renew(holder="w", leases=[])] * len(ledger.asked)
+    await asyncio.sleep(0.1)
+    assert len(ledger.asked) == 2 + lease_keeper.DOUBT_ROUNDS  # and then it is quiet again
+    loop.cancel()

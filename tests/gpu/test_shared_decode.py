@@ -56,10 +56,10 @@ class Run:
 
     def through(self) -> Found:
         """Sequences come and go; what a row is changes under a graph of the same shape."""
-        for name in ("first", "alone", "other", "grows"):
+        for name in ("first", "other", "grows", "alone"):
             self.add(name)
         self.step(2)
-        self.engine.drop(("first", 0))  # whose table the others were read by
+        self.engine.drop(("first", 0))  # whose table the others were read by, and whose row the one alone takes
         self.step(1)
         self.add("late")
         self.step(1)

@@ -73,8 +73,8 @@ class PrefillActor(Worker):
         await super().setup()
 
     def make_engine(self, model: Transformer) -> PrefillEngine:
-        chunk = self.settings.max_num_batched_tokens
-        return PrefillEngine(model, chunk, self._report, self.keeper.safe, self.scales)
+        chunk, longest = self.settings.max_num_batched_tokens, self.settings.max_model_len
+        return PrefillEngine(model, chunk, self._report, self.keeper.safe, self.scales, longest)
 
     async def settle(self) -> None:
         """Prompts are short: those under way are finished and handed over; what takes longer goes back."""

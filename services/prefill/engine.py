@@ -51,9 +51,11 @@ class PrefillEngine:
         report: Callable[[Computed | Gone], None],
         safe: Callable[[], bool],
         scales: PoolScales | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self._model = model
         self._scales = scales
+        self._longest = min(model.config.context_length, max_model_len or model.config.context_length)
         self._max_tokens = max_num_batched_tokens
         self._report = report
         self._safe = safe
@@ -126,7 +128,7 @@ class PrefillEngine:
         )
         self._run(Prompt(("warm-up", 0), tokens, table, table.astype(np.uint32), 0, 0, 0, size), sampler)
         if ahead_of_time.on_first_use(self._model):
-            for pages in ahead_of_time.powers(self._model.config.context_length // size - 1):
+            for pages in ahead_of_time.powers(max(1, self._longest // size - 1)):
                 # page 0 over and over, and behind it a page's worth of new tokens, or a single one
                 table = np.zeros(pages + 1, np.int32)
                 for new in (size, 1):

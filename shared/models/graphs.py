@@ -40,6 +40,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int, int], _Captured] = {}
         self._of: tuple[int, int, int, int] | None = None
         self._pool = torch.cuda.graph_pool_handle()
+        self._logits: dict[int, torch.Tensor] = {}  # by rows: all graphs of as many write to the same
 
     @staticmethod
     def possible(kv: KVStep, count: int, rows: int) -> bool:
@@ -98,12 +99,13 @@ class DecodeGraphs:
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):  # compiles what must not be compiled while capturing
-                self._forward(tokens.long(), positions.long(), step, wanted)
+                warm = self._forward(tokens.long(), positions.long(), step, wanted)
         torch.cuda.current_stream(self._device).wait_stream(side)
+        logits = self._logits.setdefault(rows, torch.empty_like(warm))
         graph = torch.cuda.CUDAGraph()
         # thread_local: the event loop may map a pool meanwhile, which must not end the capture
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._forward(tokens.long(), positions.long(), step, wanted)
+            logits.copy_(self._forward(tokens.long(), positions.long(), step, wanted))
         return _Captured(graph, staging, inputs, step, wanted, logits)
 
 

@@ -82,6 +82,8 @@ def _driver() -> ctypes.CDLL:
         except OSError:
             continue
         for call, argument_types in _PROTOTYPES.items():
+            if not hasattr(library, call):
+                raise Misconfigured(f"the NVIDIA driver is too old: it has no {call}")
             getattr(library, call).argtypes = argument_types
         if code := library.cuInit(0):
             raise Misconfigured(f"the NVIDIA driver cannot start ({_name(library, code)}); see `nvidia-smi`")

@@ -2,6 +2,7 @@
 
 `kvrelay.toml` (in the working directory, or where `KVRELAY_CONFIG` points) holds settings at its top level for every
 actor that knows them, and in a table named after an actor for that actor alone. Names are those users of vLLM know.
+A class has the settings that its actor reads and no others: one that would change nothing is refused.
 
 The embedded NATS server leaves its URL and one password per role in `<state_dir>/nats.json` (mode 0600):
 `{"url": …, "users": {role: password}}`; `connection` reads it unless a URL is given.
@@ -12,67 +13,19 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
-from kernels.layout import parse_kv_cache_dtype, parse_skip_layers
 from shared.errors import Misconfigured
 from shared.logs import LogFormat, LogLevel
+from shared.notations import Bytes, HomePath, KVFormat, LayerNames, SideFormat
 
 S = TypeVar("S", bound="CommonSettings")
 NATS_FILE = "nats.json"
-MOST_LAYERS = 4096
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def _size(value: object) -> object:
-    """Bytes of `4096`, `512MiB`, `4G`."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value.lower())
-    if match is None:
-        raise ValueError("give bytes, or a size such as 512MiB or 4GiB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
-
-
-def _kv_format(value: str) -> str:
-    parse_kv_cache_dtype(value)
-    return value
-
-
-def _side_format(value: str) -> str:
-    parse_kv_cache_dtype("auto", k=value)
-    return value
-
-
-def _layer_names(value: tuple[str, ...]) -> tuple[str, ...]:
-    """Checks how they are written; whether the model has as many layers is known later."""
-    parse_skip_layers(value, MOST_LAYERS)
-    return value
-
-
-def _home(path: Path) -> Path:
-    """`~` at the beginning, which no shell has replaced, is the user's folder."""
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
-
-
-def _list(value: object) -> object:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-HomePath = Annotated[Path, AfterValidator(_home)]
-Bytes = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-LayerNames = Annotated[tuple[str, ...], BeforeValidator(_list), AfterValidator(_layer_names)]
-KVFormat = Annotated[str, AfterValidator(_kv_format)]
-SideFormat = Annotated[str, AfterValidator(_side_format)]
 
 
 def default_state_dir() -> Path:
@@ -110,19 +63,24 @@ class CommonSettings(BaseModel):
     drain_timeout_s: float = Field(default=30.0, ge=0, description="how long accepted work may take at stop")
 
 
-class PoolSettings(CommonSettings):
-    """Which pools there are."""
-
+class PrefillPoolSettings(CommonSettings):
     prefill_pool: str = Field(
         default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$", description="pool that prefill works in; cuda0 is on a GPU"
     )
+
+
+class DecodePoolSettings(CommonSettings):
     decode_pool: str = Field(
         default="cpu0", pattern=r"^[a-z0-9_-]{1,32}$", description="pool that decode works in; another one: copied"
     )
 
 
-class CacheSettings(PoolSettings):
-    """The model and its KV cache; the same for all actors that touch pages."""
+class PoolSettings(DecodePoolSettings, PrefillPoolSettings):
+    """Which pools there are."""
+
+
+class CacheSettings(CommonSettings):
+    """The model and the form of its KV cache; the same for all actors that name pages."""
 
     model: str = Field(default="smollm2-135m", description="a known name, a GGUF file or a Hugging Face folder")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(default="bfloat16", description="of the computation")
@@ -136,28 +94,33 @@ class CacheSettings(PoolSettings):
         default=None, description="file of `kvrelay calibrate`, for formats named per_tensor"
     )
     block_size: int = Field(default=16, ge=1, le=256, description="tokens of a page: 16 or 32")
-    num_blocks_override: int | None = Field(default=None, ge=4, description="pages of each pool")
-    kv_cache_memory_bytes: Bytes | None = Field(
-        default=None, description="of each pool, such as 4GiB; default: 1 GiB, or what the machine allows"
-    )
-    max_num_seqs: int = Field(default=32, ge=1, le=1024, description="sequences of one batch; tails for twice as many")
     max_model_len: int | None = Field(
         default=None, ge=1, description="longest sequence in tokens; default: the model's context, or what a pool holds"
     )
+
+
+class ReuseSettings(CacheSettings):
+    """An actor that fills pages, or finds those that are filled."""
+
     enable_prefix_caching: bool = Field(default=True, description="find pages of earlier prompts")
 
 
-class WorkerSettings(CacheSettings):
+class BatchSettings(CommonSettings):
+    """How much decode does at once, and what the block manager has ready for it."""
+
+    max_num_seqs: int = Field(default=32, ge=1, le=1024, description="sequences of one batch; tails for twice as many")
+
+
+class WorkerSettings(ReuseSettings):
     """An actor that computes."""
 
-    max_num_batched_tokens: int = Field(default=512, ge=16, description="tokens of one forward pass: the prefill chunk")
     threads: int | None = Field(default=None, ge=1, le=1024, description="compute threads; default: all usable cores")
     kernels: Literal["auto", "cpu", "reference", "triton"] = Field(
         default="auto", description="auto: the fastest there are; another one or nothing"
     )
 
 
-class GatewaySettings(CacheSettings):
+class GatewaySettings(CacheSettings, PoolSettings):
     section: ClassVar[str] = "gateway"
 
     http_host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: every one")
@@ -165,18 +128,24 @@ class GatewaySettings(CacheSettings):
     queue_size: int = Field(default=256, ge=1, description="requests that may wait; the next is answered 429")
 
 
-class PrefillSettings(WorkerSettings):
+class PrefillSettings(WorkerSettings, PrefillPoolSettings):
     section: ClassVar[str] = "prefill"
 
+    max_num_batched_tokens: int = Field(default=512, ge=16, description="tokens of one forward pass: the prefill chunk")
     max_num_partial_prefills: int = Field(default=8, ge=1, le=1024, description="prompts computed in turns; more wait")
 
 
-class DecodeSettings(WorkerSettings):
+class DecodeSettings(WorkerSettings, DecodePoolSettings, BatchSettings):
     section: ClassVar[str] = "decode"
 
 
-class BlockManagerSettings(CacheSettings):
+class BlockManagerSettings(ReuseSettings, PoolSettings, BatchSettings):
     section: ClassVar[str] = "block_manager"
+
+    num_blocks_override: int | None = Field(default=None, ge=4, description="pages of each pool")
+    kv_cache_memory_bytes: Bytes | None = Field(
+        default=None, description="of each pool, such as 4GiB; default: 1 GiB, or what the machine allows"
+    )
 
 
 class OffloadSettings(PoolSettings):

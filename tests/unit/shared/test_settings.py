@@ -14,6 +14,7 @@ from shared.settings import (
     CommonSettings,
     DecodeSettings,
     GatewaySettings,
+    OffloadSettings,
     PrefillSettings,
     WrongFlag,
     load,
@@ -29,7 +30,7 @@ def config(tmp_path: Path) -> Path:
 
 def test_defaults_file_variables_flags_in_that_order(config: Path) -> None:
     environ = {"KVRELAY_CONFIG": str(config)}
-    assert load(PrefillSettings, {}, environ).max_num_seqs == 4
+    assert load(BlockManagerSettings, {}, environ).max_num_seqs == 4
     assert load(PrefillSettings, {}, environ).threads == 3
     assert load(DecodeSettings, {}, environ).max_num_seqs == 9
     assert load(DecodeSettings, {}, environ).threads is None
@@ -77,6 +78,7 @@ def test_a_typo_in_the_file_is_not_ignored(config: Path) -> None:
     ("text", "said"),
     [
         ("[gateway]\nthreads = 3\n", "gateway has no setting 'threads'; it belongs to prefill, decode"),
+        ("[gateway]\nmax_num_seqs = 3\n", "gateway has no setting 'max_num_seqs'; it belongs to decode, block_manager"),
         ("[gatway]\nhttp_port = 3\n", "did you mean 'gateway'"),
         ("prefill = 3\n", r"write \[prefill\]"),
         ("[[prefill]]\nthreads = 3\n", r"write \[prefill\]"),
@@ -86,6 +88,29 @@ def test_a_setting_in_the_wrong_place_is_told_where_it_belongs(config: Path, tex
     config.write_text(text)
     with pytest.raises(Misconfigured, match=said):
         load(GatewaySettings, {}, {"KVRELAY_CONFIG": str(config)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "owners"),
+    [
+        (DecodeSettings, "max_num_batched_tokens", "prefill"),
+        (DecodeSettings, "prefill_pool", "gateway, prefill, block_manager, offload"),
+        (DecodeSettings, "num_blocks_override", "block_manager"),
+        (PrefillSettings, "max_num_seqs", "decode, block_manager"),
+        (PrefillSettings, "kv_cache_memory_bytes", "block_manager"),
+        (GatewaySettings, "enable_prefix_caching", "prefill, decode, block_manager"),
+        (OffloadSettings, "block_size", "gateway, prefill, decode, block_manager"),
+    ],
+)
+def test_a_setting_for_all_passes_those_by_who_do_not_read_it_but_their_own_table_refuses_it(
+    config: Path, kind: type[CommonSettings], name: str, owners: str
+) -> None:
+    environ = {"KVRELAY_CONFIG": str(config)}
+    config.write_text(f"{name} = 32\n")
+    assert not hasattr(load(kind, {}, {**environ, f"KVRELAY_{name.upper()}": "32"}), name)
+    config.write_text(f"[{kind.section}]\n{name} = 32\n")
+    with pytest.raises(Misconfigured, match=f"{kind.section} has no setting '{name}'; it belongs to {owners}$"):
+        load(kind, {}, environ)
 
 
 def test_only_a_wrong_flag_is_wrong_usage() -> None:

@@ -25,7 +25,7 @@ def run(tmp_path: Path, *command: str, **environment: str) -> subprocess.Complet
 
 @pytest.mark.slow
 def test_every_op_in_the_interpreter(tmp_path: Path) -> None:
-    done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "tests/gpu",
+    done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu",
                TRITON_INTERPRET="1")  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout.splitlines()[-1]

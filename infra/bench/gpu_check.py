@@ -133,6 +133,8 @@ def record_of(section: Section) -> str:
 
 def check(quick: bool) -> Iterator[Section]:
     """All parts, right results first."""
+    import torch
+
     from infra.bench import gpu_sections as gpu
 
     bandwidth = float("nan")
@@ -145,7 +147,7 @@ def check(quick: bool) -> Iterator[Section]:
     parts: list[tuple[str, Callable[[], list[Row]]]] = [
         ("copy bandwidth", copies),
         ("every kernel against the reference", cases),
-        ("pipelines on one GPU through CUDA IPC", pipelines),
+        ("pipelines through CUDA IPC", lambda: pipelines(torch.cuda.device_count())),
         ("decode attention", lambda: list(gpu.decode_attention(bandwidth, quick))),
         ("decode over shared pages", lambda: list(gpu.shared_prefix(bandwidth, quick))),
         ("sealing 4,096 tokens of a layer", lambda: list(gpu.sealing(bandwidth))),

@@ -35,6 +35,8 @@ RUNS = (
     Run("cuda0", "cuda0", "bfloat16", "int8_channel"),
 )
 """In float32 rounding does not turn a near-tie, so all these answers must be the same."""
+ACROSS = Run("cuda0", "cuda1", "float32")
+"""Where there are two GPUs."""
 
 
 class Wrong(Exception):
@@ -45,11 +47,11 @@ class Wrong(Exception):
         self.rows = rows
 
 
-def pipelines() -> list[Row]:
+def pipelines(gpus: int = 1) -> list[Row]:
     """Greedy answers of each run: the first computed, the others with their prompt in the cache."""
     rows: list[Row] = []
     exact: set[str] = set()
-    for run in RUNS:
+    for run in (*RUNS, ACROSS) if gpus > 1 else RUNS:
         with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-") as folder:
             try:
                 answers = asyncio.run(asyncio.wait_for(_serve(Path(folder) / "state", run), RUN_LIMIT_S))

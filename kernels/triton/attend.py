@@ -64,10 +64,11 @@ def attend_kernel(
     first_query = tl.program_id(0) * rows_per_tile
     if first_query < queries:
         count = tl.load(counts + sequence * count_row + head * count_head)
-        skipped, filled = 0, 0
+        filled = 0
         if REST:
             skipped = tl.load(first_pages + sequence)
             count -= skipped
+            tables += skipped
         if not TOGETHER:
             filled = tl.load(tail_lengths + sequence)
         m_range = tl.arange(0, BLOCK_M)
@@ -110,7 +111,7 @@ def attend_kernel(
         n = tl.arange(0, BLOCK_N)
         slot = n % BLOCK_SIZE
         column = tl.arange(0, tile_pages)
-        table = tables + reader * table_row + head * table_head + skipped
+        table = tables + reader * table_row + head * table_head
         origin = pages + layer_offset
         for page in range(low, high, tile_pages):
             page_there = page + column < high

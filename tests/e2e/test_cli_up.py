@@ -18,7 +18,8 @@ import pytest
 from tests.e2e.pipeline import RUN_LIMIT_S, Pipeline, pipeline
 from tests.support.processes import alive, family
 
-OPTIONS = ("--num-blocks-override", "64", "--max-model-len", "512")
+WORKER_OPTIONS = ("--max-model-len", "512")
+OPTIONS = ("--num-blocks-override", "64", *WORKER_OPTIONS)
 GENERATE = ("generate", "One two three", "--raw", "--max-tokens", "2", "--temperature", "0")
 GONE_LIMIT_S = 15
 
@@ -90,7 +91,7 @@ def test_another_worker_joins_and_leaves(running: Pipeline) -> None:
         "1",
     ]
     extra = subprocess.Popen(
-        [*command, *OPTIONS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [*command, *WORKER_OPTIONS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
         deadline = time.monotonic() + 60

@@ -6,6 +6,7 @@ A setting that nobody reads changes nothing; one that is read by other actors on
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,8 +19,14 @@ HOLDERS = {"settings", "chosen"}
 """What code calls an actor's settings: `settings.x`, `self.settings.x`, `chosen.x`."""
 
 
-def reads(tree: ast.AST) -> Iterator[str]:
-    """Names of settings that code reads: attributes of a holder, and the pool that a worker names as its own."""
+@functools.cache
+def reads(path: Path) -> frozenset[str]:
+    """Names of settings that a file reads."""
+    return frozenset(_reads(ast.parse(path.read_text(), str(path))))
+
+
+def _reads(tree: ast.AST) -> Iterator[str]:
+    """Attributes of a holder, and the pool that a worker names as its own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _name(node.value) in HOLDERS:
             yield node.attr
@@ -39,20 +46,21 @@ def code_of(actor: str) -> set[Path]:
         path = waiting.pop()
         if path not in found:
             found.add(path)
-            waiting += _files(name for name, _ in imports(path) if name.startswith("shared."))
+            waiting += _needs(path)
     return found
 
 
-def _files(modules: Iterable[str]) -> Iterator[Path]:
-    for module in modules:
-        stem = ROOT.joinpath(*module.split("."))
-        yield from (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.exists())
+@functools.cache
+def _needs(path: Path) -> list[Path]:
+    """The files of `shared` that one file imports."""
+    stems = [ROOT.joinpath(*name.split(".")) for name, _ in imports(path) if name.startswith("shared.")]
+    files = [file for stem in stems for file in (stem.with_suffix(".py"), stem / "__init__.py")]
+    return [file for file in files if file.exists()]
 
 
 def unread(actor: str, names: Iterable[str]) -> set[str]:
     """Those of `names` that the actor reads nowhere."""
-    trees = [ast.parse(path.read_text(), str(path)) for path in code_of(actor)]
-    return set(names) - {name for tree in trees for name in reads(tree)}
+    return set(names).difference(*(reads(path) for path in code_of(actor)))
 
 
 @pytest.mark.parametrize("actor", sorted(KINDS))

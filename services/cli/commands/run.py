@@ -13,7 +13,6 @@ from services.cli.application import application
 from services.cli.connection import with_login
 from services.cli.options import KINDS, environment, known, with_settings
 from shared import settings
-from shared.errors import Misconfigured
 
 app = application()
 
@@ -23,10 +22,7 @@ def run(flags: dict[str, Any], actor: Annotated[str, typer.Argument(help=f"One o
     if actor not in KINDS:
         raise typer.BadParameter(f"{actor!r} is none of {', '.join(ACTORS)}", param_hint="ACTOR")
     kind = KINDS[actor]
-    for name, value in flags.items():
-        if value is not None and name not in kind.model_fields:
-            raise Misconfigured(f"{actor} has no setting {name}")
-    access = with_login(settings.load(kind, known(kind, flags)))
+    access = with_login(settings.load(kind, flags))  # refuses flags of other actors
     login = {"nats_url": access.nats_url, "nats_user": access.nats_user, "nats_password": access.nats_password}
     child = environment({**known(kind, flags), **login})
     os.execve(sys.executable, [sys.executable, "-m", f"services.{actor}"], {**os.environ, **child})

@@ -103,7 +103,7 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], word: str) -> No
         (("generate", "hi", "--nats-url", "nats://a:b@127.0.0.1:1"), "cannot reach NATS"),
         (("stats",), "kvrelay up"),
         (("stats", "--json"), "kvrelay up"),
-        (("run", "offload", "--http-port", "3"), "offload has no setting http_port"),
+        (("run", "offload", "--http-port", "3"), "offload has no setting 'http_port'; it belongs to gateway"),
         (("models", "prepare", "no-such-model"), "no-such-model"),
         (("up", "--http-port", "0", "--model", "no-such-model"), "no-such-model"),
     ],

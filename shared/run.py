@@ -1,7 +1,7 @@
 """The process around one actor: settings, logs, traces, connection, signals, exit code.
 
 0   drained after SIGINT or SIGTERM
-1   gave up: a background loop kept failing, NATS refused us while running, or NATS could not be reached
+1   gave up: a background loop kept failing, the compute thread hung, NATS refused us or could not be reached
 2   a setting, a credential or a permission is wrong: starting again will not help
 """
 
@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 CONNECT_LIMIT_S = 15.0
 CONNECT_RETRY_S = 0.2
+LAST_WORDS_S = 3.0
 
 log = logs.get()
 
@@ -72,6 +74,25 @@ def run_worker(kind: type[WorkerSettings], find_actor: Callable[[], type[Actor]]
         sys.exit(2)
     compute_environment.prepare(chosen.threads or compute_environment.usable_cores())
     run_actor(find_actor(), chosen)
+
+
+def give_up(event: str, **fields: Any) -> NoReturn:
+    """Logs `event` as an error and ends the process with code 1, whatever its other threads do.
+
+    Nothing is drained and nothing given back: a thread that hangs may still write to memory as long as the process
+    lives. What it holds ends with it, when it is heard to have ended or its leases run out.
+    """
+
+    def last_words() -> None:
+        log.error(event, **fields)
+        sys.stderr.flush()
+        telemetry.shutdown()
+
+    # a reader of our log that hangs, too, must not keep us
+    speaker = threading.Thread(target=last_words, name="last-words", daemon=True)
+    speaker.start()
+    speaker.join(LAST_WORDS_S)
+    os._exit(1)
 
 
 async def serve(actor_class: type[Actor], chosen: CommonSettings) -> int:

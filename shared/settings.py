@@ -118,6 +118,9 @@ class WorkerSettings(ReuseSettings):
     kernels: Literal["auto", "cpu", "reference", "triton"] = Field(
         default="auto", description="auto: the fastest there are; another one or nothing"
     )
+    compute_timeout_s: float = Field(
+        default=120.0, gt=0, description="longest step: a worker that computes for longer hangs, and is started anew"
+    )
 
 
 class GatewaySettings(CacheSettings, PoolSettings):

@@ -24,6 +24,7 @@ from shared.pool import Pool, device_of
 from shared.pool.layout import cache_for
 from shared.pool_client import PoolClient
 from shared.route import handles, listens
+from shared.run import give_up
 from shared.settings import WorkerSettings
 from shared.token_items import Preempted
 
@@ -82,6 +83,7 @@ class Worker(Actor):
         self.compute.start(asyncio.get_running_loop())
         self.engine = await self.compute.call(self._load)
         self._loaded = True
+        self.supervise("progress", self._watch_progress)
         self.pool = PoolClient(
             self.bus,
             self.instance,
@@ -145,6 +147,12 @@ class Worker(Actor):
 
     def _step(self) -> bool:
         return self._loaded and self.engine.step()
+
+    async def _watch_progress(self) -> None:
+        """A compute thread that hangs does not hinder heartbeats: without this, requests would wait for it for ever."""
+        limit_s = self.settings.compute_timeout_s
+        stack = await self.compute.stalled(limit_s, self.clock)
+        give_up("the compute thread hangs", limit_s=limit_s, setting="compute_timeout_s", stack=stack)
 
     def _load(self) -> Engine:
         device = device_of(getattr(self.settings, self.pool_setting))

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from threading import Thread
 
 from kernels.layout import page_layout, parse_kv_cache_dtype
 from kernels.triton.ahead import SHARED_LIMIT, Resources, attention, pages, rows
@@ -117,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         together = itertools.product(FORMATS, HEAD_DIMS, SHARED_GROUPS, (16,), SHARED_LIMIT)
         jobs = [*decode(every), *shared(together), *others((*FORMATS, "fp32"), HEAD_DIMS, tuple(SHARED_LIMIT))]
     count = failures = 0
-    with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(chosen.jobs, get_context("spawn"), _end_with_parent) as pool:
         for job, kernels in zip(jobs, pool.map(_run, jobs), strict=True):
             for label, found in kernels:
                 wrong = problems(found, job.capability, not job.may_spill)
@@ -126,6 +128,18 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{'BAD' if wrong else 'ok '} {label:70} {needs} {'; '.join(wrong)}", flush=True)
     print(f"{count - failures} of {count} kernels fit")
     return 1 if failures else 0
+
+
+def _end_with_parent() -> None:
+    """A worker holds its own queue open, so that nothing else would tell it that its parent was killed."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def _run(job: Job) -> list[tuple[str, Resources]]:

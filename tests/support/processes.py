@@ -1,10 +1,27 @@
-"""What /proc says of processes and of those below them."""
+"""Python in a process of its own, and what /proc says of processes and of those below them."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """`python -c code arguments…` in our tree, with pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def family(root: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import signal
@@ -11,34 +10,19 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from shared.errors import Misconfigured
 from shared.models import catalogue
 from shared.models.files import ModelFiles, converted_config, prepare
-from shared.models.weight_file import TensorSpec, WeightReader, WeightWriter, file_bytes
+from shared.models.weight_file import TensorSpec, WeightReader, WeightWriter
 from tests.support import tiny_models
-from tests.support.processes import mappings
-
-ROOT = Path(__file__).parents[3]
+from tests.support.processes import ROOT, python
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return tiny_models.gguf_file(tmp_path / "tiny.gguf", tiny_models.random_tensors(), quantisation="Q4_1")
-
-
-def python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def refusal(model: str | Path, dtype: str = "bfloat16") -> str:
@@ -256,49 +240,6 @@ def test_catalogue_lists_what_is_converted(cache: Path, model: Path) -> None:
     assert all(entry.source == str(model) and entry.architecture == "llama" for entry in listed)
     for entry in listed:
         assert entry.bytes == sum(file.stat().st_size for file in entry.path.iterdir())
-
-
-def test_weight_file_is_page_aligned_and_exact(tmp_path: Path) -> None:
-    specs = [TensorSpec("a", "F32", (3, 5)), TensorSpec("b", "BF16", (7,)), TensorSpec("empty", "U8", (0, 4))]
-    values = np.arange(15, dtype=np.float32).reshape(3, 5)
-    with WeightWriter(tmp_path / "w", specs) as writer:
-        writer.tensor("b")[:] = range(7)
-        writer.tensor("a")[:] = values
-    assert (tmp_path / "w").stat().st_size == file_bytes(specs)
-    assert (int.from_bytes((tmp_path / "w").read_bytes()[:8], "little") + 8) % mmap.PAGESIZE == 0
-    reader = WeightReader(tmp_path / "w")
-    assert list(reader.specs.values()) == specs
-    assert np.array_equal(reader.tensor("a"), values)
-    assert reader.tensor("b").tolist() == list(range(7))
-
-
-MAP = """
-import sys; from pathlib import Path; from shared.models.weights import map_tensors
-tensors = map_tensors(Path(sys.argv[1]))
-total = sum(float(tensor.float().sum()) for tensor in tensors.values())
-print("mapped", flush=True); input()
-"""
-
-
-def test_two_workers_share_one_copy(tmp_path: Path) -> None:
-    """Proportional set size: two processes that read all weights each account for half of them, and own none."""
-    specs = [TensorSpec(f"t{index}", "BF16", (1024, 1024)) for index in range(16)]
-    with WeightWriter(tmp_path / "weights.safetensors", specs) as writer:
-        for spec in specs:
-            writer.tensor(spec.name)[:] = 0x3F80
-    path = str(tmp_path / "weights.safetensors")
-    processes = [python(MAP, path) for _ in range(2)]
-    try:
-        for process in processes:
-            assert process.stdout and process.stdout.readline() == "mapped\n"
-        for process in processes:
-            [usage] = [sizes for mapped, sizes in mappings(process.pid) if mapped == path]
-            assert usage["Rss"] >= 32 << 20
-            assert usage["Pss"] <= usage["Rss"] * 0.55
-            assert usage["Private_Dirty"] == 0
-    finally:
-        for process in processes:
-            process.communicate("\n", timeout=30)
 
 
 def test_waiting_for_the_lock_ends_with_the_holder(cache: Path, model: Path) -> None:

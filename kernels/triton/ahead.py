@@ -86,7 +86,8 @@ def attention(
         "CAUSAL": max_query > 1,
         **{name: name in extras for name in ("WINDOW", "SOFTCAP", "PAGE_LSE", "TOGETHER", "REST")},
     }
-    return resources(attend.attend_kernel, layout.tail_format, fixed, capability, shape.warps, shape.stages)
+    spread = shape.warps, shape.stages, shape.registers
+    return resources(attend.attend_kernel, layout.tail_format, fixed, capability, *spread)
 
 
 def pages(layout: PageLayout, capability: int, *, layer: int = 0) -> dict[str, Resources]:
@@ -132,7 +133,15 @@ def _pad(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-def resources(kernel: Any, compute: str, fixed: dict[str, Any], capability: int, warps: int, stages: int) -> Resources:
+def resources(
+    kernel: Any,
+    compute: str,
+    fixed: dict[str, Any],
+    capability: int,
+    warps: int,
+    stages: int,
+    registers: int | None = None,
+) -> Resources:
     """Compiles `kernel` for sm_<capability> with the constants `fixed` and reads the binary's own figures."""
     names = [name for name in kernel.arg_names if name not in fixed]
     signature = {name: _type_of(name, compute) for name in names} | dict.fromkeys(fixed, "constexpr")
@@ -140,7 +149,8 @@ def resources(kernel: Any, compute: str, fixed: dict[str, Any], capability: int,
     whole = [name for name in names if ordered[name].startswith("*") or name in _ALIGNED]
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in whole}
     source = ASTSource(kernel, ordered, constexprs=fixed, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": kernel is attend.attend_kernel}
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers,
+               "enable_fp_fusion": kernel is attend.attend_kernel}  # fmt: skip
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _resource_usage(compiled.asm["cubin"])
     return Resources(usage["REG"], usage["STACK"], usage["LOCAL"], max(usage["SHARED"], compiled.metadata.shared))

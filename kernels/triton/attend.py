@@ -259,7 +259,7 @@ def attend(
             K_DOT=dot_type(k_side, tail_type, INTERPRETED), V_DOT=dot_type(v_side, tail_type, INTERPRETED),
             TAIL_DOT=tail_dot, CAUSAL=batch.max_query > 1, WINDOW=window > 0, SOFTCAP=softcap > 0,
             PAGE_LSE=page_lse is not None, TOGETHER=one.together, REST=one.rest,
-            num_warps=one.shape.warps, num_stages=one.shape.stages, enable_fp_fusion=True,
+            num_warps=one.shape.warps, num_stages=one.shape.stages, maxnreg=one.shape.registers, enable_fp_fusion=True,
         )  # fmt: skip
         first_part += one.splits
     if parts > 1:

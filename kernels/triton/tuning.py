@@ -2,7 +2,8 @@
 
 A table has the sections `decode` (one query a sequence) and `chunk`, each of `[tokens, warps, stages]`, and `together`
 (decode over shared pages) of `[most rows, tokens, warps, stages]`, by `<K format>/<V format>/<head_dim>`,
-`<K format>/*/<head_dim>` or `*/*/<head_dim>`; with a star, head_dim is rounded up to a power of two.
+`<K format>/*/<head_dim>` or `*/*/<head_dim>`; with a star, head_dim is rounded up to a power of two. Another number at
+the end is `registers` of `TileShape`.
 `python -m infra.bench.gpu_check --tune` writes the table of the GPU it runs on.
 """
 
@@ -28,6 +29,8 @@ class TileShape:
     tokens: int
     warps: int
     stages: int
+    registers: int | None = None
+    """Most a thread may have; None lets the assembler choose, which spills a few to fit one block more."""
 
 
 @cache
@@ -57,8 +60,8 @@ def tile_shape(
     """Tensor cores want at least 16 rows; all query heads of a KV head share a tile."""
     least = 16 if max_query == 1 else 64
     rows = max(least, 1 << (group - 1).bit_length())
-    tokens, warps, stages = _entry("decode" if max_query == 1 else "chunk", k_format, v_format, head_dim, table)
-    return TileShape(rows, tokens, warps, stages)
+    entry = _entry("decode" if max_query == 1 else "chunk", k_format, v_format, head_dim, table)
+    return TileShape(rows, *entry)
 
 
 @cache
@@ -66,8 +69,8 @@ def together_shape(
     k_format: str, v_format: str, head_dim: int, group: int, members: int, table: str = DEFAULT
 ) -> TileShape:
     """For decode of up to `members` sequences over pages they share."""
-    most, tokens, warps, stages = _entry("together", k_format, v_format, head_dim, table)
-    return TileShape(16 if group * members <= 16 else most, tokens, warps, stages)
+    most, *rest = _entry("together", k_format, v_format, head_dim, table)
+    return TileShape(16 if group * members <= 16 else most, *rest)
 
 
 def _entry(section: str, k_format: str, v_format: str, head_dim: int, table: str) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from kernels.layout import page_layout
 from tests.support import kv_cases
 from tests.support.kv_cases import attend, i32, oracle
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 NAMES = formats.names()
 PAIRS = [(n, n) for n in NAMES] + [("bf16", "int4"), ("int8_channel", "int4"), ("fp8_e4m3", "int8")]
 SHAPES = [(16, 3, 3, 64), (32, 2, 4, 80), (16, 1, 7, 96), (32, 2, 1, 128), (16, 1, 16, 256)]
@@ -24,15 +25,6 @@ SHAPES = [(16, 3, 3, 64), (32, 2, 4, 80), (16, 1, 7, 96), (32, 2, 1, 128), (16, 
 LENGTHS = [1, 15, 16, 17, 32, 33, 321]
 EXACT = 1e-5
 """fp32 arithmetic on the decoded values, absolute, for values up to 8 and logits up to 10."""
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """The reference works on small tensors; torch's barriers would cost more than its arithmetic."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def query(batch: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

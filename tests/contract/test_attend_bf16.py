@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,19 +13,12 @@ from kernels.layout import page_layout
 from tests.support import kv_cases
 from tests.support.kv_cases import attend, oracle
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 LENGTHS = [1, 16, 17, 47, 48, 321, 288, 700]
 """Nothing sealed, odd and even numbers of pages, parts that end inside a page and with one."""
 SHAPES = [(16, 64), (32, 64), (16, 80), (32, 80), (16, 96), (32, 96), (16, 256)]
 """block_size, head_dim"""
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """The reference works on small tensors; torch's barriers would cost more than its arithmetic."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made(size: int, dim: int, v_format: str = "bf16", lengths: list[int] = LENGTHS) -> kv_cases.Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +14,10 @@ from kernels.layout import page_layout
 from tests.support import kv_cases
 from tests.support.kv_cases import attend, i32, oracle
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 PART = 256
 """Tokens of the kernel's unit of sharing."""
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """The reference works on small tensors; torch's barriers would cost more than its arithmetic."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 Prefix = tuple[int, int]

@@ -11,10 +11,14 @@ nothing is certain. Kinds that are memory can do more between each other than th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from shared.handles import BlockTable, TailHandle
+from shared.pool import Pool
+
+P = TypeVar("P", bound=Pool)
 
 
 class Tier(ABC):
@@ -41,16 +45,20 @@ class Tier(ABC):
         """Lets go of what it holds. Nothing is under way and nothing will be begun."""
 
 
-class PoolTier(Tier):
-    """A pool of this node, in one incarnation: it has tails, too."""
+class PoolTier(Tier, Generic[P]):
+    """A pool of this node, in one incarnation: it has tails, too. Owns the mapping that it is given."""
 
-    epoch: int
-    tail_bytes: int
+    def __init__(self, pool: P) -> None:
+        self._pool, self.epoch = pool, pool.epoch
+        self.page_bytes, self.tail_bytes = pool.pages.shape[1], pool.tails.shape[1]
 
     @property
-    @abstractmethod
     def ended(self) -> bool:
         """Whether the incarnation is over: its handles are all stale, and its successor may want the memory."""
+        return self._pool.live_epoch() != self.epoch
+
+    def check(self, table: BlockTable, tail: TailHandle | None) -> None:
+        self._pool.check(table, tail=tail)
 
     @abstractmethod
     def read_tail(self, slot: int, into: np.ndarray) -> None:

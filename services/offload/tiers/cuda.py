@@ -5,24 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from services.offload.tiers.base import PoolTier
-from shared.handles import BlockTable, TailHandle
 from shared.pool.cuda_ipc import CudaPool
 from shared.pool.cuda_stream import Stream
 
 
-class CudaTier(PoolTier):
+class CudaTier(PoolTier[CudaPool]):
     def __init__(self, pool: CudaPool) -> None:
-        self._pool, self.epoch = pool, pool.epoch
+        super().__init__(pool)
         self.device = pool.device
-        self.page_bytes, self.tail_bytes = pool.pages.shape[1], pool.tails.shape[1]
         self._stream = Stream(pool.device)
-
-    @property
-    def ended(self) -> bool:
-        return self._pool.live_epoch() != self.epoch
-
-    def check(self, table: BlockTable, tail: TailHandle | None) -> None:
-        self._pool.check(table, tail=tail)
 
     def read(self, first: int, into: np.ndarray) -> None:
         self._stream.to_host(into.ctypes.data, self.page(first), into.nbytes)

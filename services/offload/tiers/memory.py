@@ -5,23 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from services.offload.tiers.base import PoolTier
-from shared.handles import BlockTable, TailHandle
 from shared.pool import Pool
 from shared.pool.cuda_driver import Device
 
 
-class MemoryTier(PoolTier):
+class MemoryTier(PoolTier[Pool]):
     def __init__(self, pool: Pool) -> None:
-        self._pool, self.epoch = pool, pool.epoch
-        self.page_bytes, self.tail_bytes = pool.pages.shape[1], pool.tails.shape[1]
+        super().__init__(pool)
         self._locked: dict[int, Device] | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self._pool.live_epoch() != self.epoch
-
-    def check(self, table: BlockTable, tail: TailHandle | None) -> None:
-        self._pool.check(table, tail=tail)
 
     def read(self, first: int, into: np.ndarray) -> None:
         np.copyto(into, self.window(first, len(into)))

@@ -80,15 +80,29 @@ def centres(q_low, q_high, pages, table, page, high, head, layer_offset, PAGE_BY
 
 
 @triton.jit
+def product(a, b, acc, FP32: tl.constexpr):
+    """acc + a [M, K] times b [K, N]. "ieee" fp32 leaves tensor cores out, and a thread holds all of K: 64 at a time."""
+    if a.dtype == tl.float32 and FP32 == "ieee" and a.shape[1] > 64:
+        a_low, a_high = tl.split(tl.permute(tl.reshape(a, [a.shape[0], 2, a.shape[1] // 2]), [0, 2, 1]))
+        b_low, b_high = tl.split(tl.permute(tl.reshape(b, [2, b.shape[0] // 2, b.shape[1]]), [1, 2, 0]))
+        acc = tl.dot(a_low, b_low, acc=acc, input_precision=FP32)
+        acc = tl.dot(a_high, b_high, acc=acc, input_precision=FP32)
+    else:
+        acc = tl.dot(a, b, acc=acc, input_precision=FP32)
+    return acc
+
+
+@triton.jit
 def scores(q_low, q_high, low, high, base, head, valid, tensor_scale, CODE: tl.constexpr, GRAIN: tl.constexpr,
            SCALES: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-           TILE_PAGES: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
+           TILE_PAGES: tl.constexpr, DOT: tl.constexpr, FP32: tl.constexpr):  # fmt: skip
     """fp32 [M, P * BLOCK_SIZE]: queries (halves, type DOT) times the loaded keys, without their centres."""
     wide: tl.constexpr = TILE_PAGES * BLOCK_SIZE
     keys = key_half(low, base, head, valid, 0, CODE, GRAIN, SCALES, HEAD_DIM, HALF_PAD, DOT)
-    result = tl.dot(q_low, tl.reshape(keys, [HALF_PAD, wide]), input_precision="tf32x3")
+    result = tl.zeros([q_low.shape[0], wide], tl.float32)
+    result = product(q_low, tl.reshape(keys, [HALF_PAD, wide]), result, FP32)
     keys = key_half(high, base, head, valid, 1, CODE, GRAIN, SCALES, HEAD_DIM, HALF_PAD, DOT)
-    result = tl.dot(q_high, tl.reshape(keys, [HALF_PAD, wide]), acc=result, input_precision="tf32x3")
+    result = product(q_high, tl.reshape(keys, [HALF_PAD, wide]), result, FP32)
     if GRAIN == 0:
         slot = head * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         scale = half_scale((base + SCALES)[:, None], slot[None, :], valid[:, None]).to(tl.float32)

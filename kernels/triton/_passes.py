@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.attention import Batch
 from kernels.layout import LayerLayout, PageLayout
 from kernels.triton._launch import multiprocessors
-from kernels.triton.tuning import TileShape, table_name, tile_shape, together_shape
+from kernels.triton.tuning import TileShape, table_name, tile_key, tile_shape, together_shape
 
 MOST_SPLITS = 64
 
@@ -41,7 +41,7 @@ def passes_of(
 ) -> list[Pass]:
     """All pages and tails in one launch; or first those that are shared, for each group, and then what is left."""
     size, shared = len(batch), batch.shared
-    wanted = (place.k_format, place.v_format, layout.head_dim, group)
+    wanted = tile_key(layout, place, group)
     keys = batch.max_pages * layout.block_size
     counts = batch.page_counts if batch.kv_head_counts is None else batch.kv_head_counts
     most = MOST_SPLITS if shared is None else MOST_SPLITS // 2

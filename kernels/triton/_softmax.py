@@ -29,12 +29,10 @@ def logits(raw, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def store_page_lse(x, target, page, high, live, TILE_PAGES: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Natural log-sum-exp of each page of base-2 logits x [M, N] to `target` [M] + page."""
+def page_lse_of(x, TILE_PAGES: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """[M, TILE_PAGES] natural log-sum-exp of each page of base-2 logits x [M, N]."""
     by_page = tl.reshape(x, [x.shape[0], TILE_PAGES, BLOCK_SIZE])
     top = tl.max(by_page, axis=2)
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(by_page - safe[:, :, None]), axis=2)
-    own = page + tl.arange(0, TILE_PAGES)
-    result = (safe + tl.log2(total)) * 0.6931471805599453
-    tl.store(target[:, None] + own[None, :], result, mask=live[:, None] & (own < high)[None, :])
+    return (safe + tl.log2(total)) * 0.6931471805599453

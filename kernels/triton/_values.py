@@ -60,8 +60,11 @@ def value_half(raw, base, head, slot, valid, PART: tl.constexpr, CODE: tl.conste
 @triton.jit
 def weighted(p, shrink, acc_low, acc_high, low, high, base, head, slot, valid, tensor_scale, CODE: tl.constexpr,
              GRAIN: tl.constexpr, SCALES: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-             GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
-    """Both halves of acc [M, HALF_PAD], times `shrink` [M], plus the weights p fp32 [M, N] times the loaded values."""
+             GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr, FP32: tl.constexpr):  # fmt: skip
+    """Both halves of acc [M, HALF_PAD], times `shrink` [M], plus the weights p fp32 [M, N] times the loaded values.
+
+    FP32: what `tl.dot` shall do with fp32.
+    """
     unit = 1.0
     if GRAIN == 0 and CODE != 4:
         # relative to the tile's largest scale, so that the weights stay within the range of fp16
@@ -74,12 +77,12 @@ def weighted(p, shrink, acc_low, acc_high, low, high, base, head, slot, valid, t
     acc_low, acc_high = acc_low * shrink[:, None], acc_high * shrink[:, None]
     values = value_half(low, base, head, slot, valid, 0, CODE, SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, DOT)
     if CODE == 0 or CODE == 4:
-        acc_low = tl.dot(weights, values, acc=acc_low, input_precision="tf32x3")
+        acc_low = tl.dot(weights, values, acc=acc_low, input_precision=FP32)
     else:
-        acc_low += unit * tl.dot(weights, values, input_precision="tf32x3")
+        acc_low += unit * tl.dot(weights, values, input_precision=FP32)
     values = value_half(high, base, head, slot, valid, 1, CODE, SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, DOT)
     if CODE == 0 or CODE == 4:
-        acc_high = tl.dot(weights, values, acc=acc_high, input_precision="tf32x3")
+        acc_high = tl.dot(weights, values, acc=acc_high, input_precision=FP32)
     else:
-        acc_high += unit * tl.dot(weights, values, input_precision="tf32x3")
+        acc_high += unit * tl.dot(weights, values, input_precision=FP32)
     return acc_low, acc_high

@@ -67,7 +67,7 @@ def attention(
     place = layout.layer(layer)
     compute = RAW_TYPES[layout.tail_format]
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[layout.tail_format]
-    wanted = (place.k_format, place.v_format, layout.head_dim, group)
+    wanted = tuning.tile_key(layout, place, group)
     if shape is None and "TOGETHER" in extras:
         shape = tuning.together_shape(*wanted, members)
     shape = shape or tuning.tile_shape(*wanted, max_query)

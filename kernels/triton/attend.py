@@ -21,10 +21,10 @@ from torch import Tensor
 from kernels.attention import Batch, check
 from kernels.layout import PageLayout
 from kernels.triton._formats import RAW_TYPES, TORCH_TYPES, constants, dot_type, side
-from kernels.triton._keys import centres, load_keys, scores
+from kernels.triton._keys import centres, load_keys, product, scores
 from kernels.triton._launch import INTERPRETED
 from kernels.triton._passes import passes_of
-from kernels.triton._softmax import fold, logits, store_page_lse
+from kernels.triton._softmax import fold, logits, page_lse_of
 from kernels.triton._values import load_values, weighted
 from kernels.triton.merge import merge_splits
 from kernels.triton.tuning import TileShape
@@ -58,6 +58,8 @@ def attend_kernel(
     sequence = tl.program_id(1) // KV_HEADS
     head = tl.program_id(1) % KV_HEADS
     split = tl.program_id(2)
+    # three TF32 products for a chunk of fp32; one query takes fewer registers without tensor cores
+    fp32: tl.constexpr = "tf32x3" if CAUSAL else "ieee"
     first_row = tl.load(query_starts + sequence)
     queries = tl.load(query_starts + sequence + 1) - first_row
     rows_per_tile: tl.constexpr = BLOCK_M // GROUP
@@ -124,7 +126,7 @@ def attend_kernel(
                 base, head, slot, there, V_CODE, V_RAW, V_CODES, HEAD_DIM, HALF_PAD, BLOCK_SIZE, GROUPS
             )
             raw = scores(k_low, k_high, keys[0], keys[1], page_base, head, page_there, k_scale, K_CODE, K_GRAIN,
-                         K_SCALES, HEAD_DIM, HALF_PAD, BLOCK_SIZE, tile_pages, K_DOT)  # fmt: skip
+                         K_SCALES, HEAD_DIM, HALF_PAD, BLOCK_SIZE, tile_pages, K_DOT, fp32)  # fmt: skip
             if K_GRAIN == 1 and K_CODE != 4:
                 centre = centres(q_low.to(tl.float32), q_high.to(tl.float32), pages, table, page, high, head,
                                  layer_offset, PAGE_BYTES, K_SCALES, HEAD_DIM, HALF_PAD, tile_pages,
@@ -138,13 +140,16 @@ def attend_kernel(
                 seen &= key[None, :] > (position - window)[:, None]
             x = tl.where(seen, logits(raw, scale, softcap, SOFTCAP), float("-inf"))
             if PAGE_LSE:
-                target = page_lse + sequence * lse_row + q_heads * lse_head
-                store_page_lse(x, target, page, high, live, tile_pages, BLOCK_SIZE)
+                by_page = page_lse_of(x, tile_pages, BLOCK_SIZE)
             top, total, shrink, p = fold(x, top, total)
             acc_low, acc_high = weighted(
                 p, shrink, acc_low, acc_high, values[0], values[1], base, head, slot, there, v_scale, V_CODE, V_GRAIN,
-                V_SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, V_DOT,
+                V_SCALES, HALF_PAD, BLOCK_SIZE, GROUPS, BLOCK_N, V_DOT, fp32,
             )  # fmt: skip
+            if PAGE_LSE:
+                # only now: no load may pass a store, and to hold what was loaded takes registers
+                target = page_lse + (sequence * lse_row + q_heads * lse_head)[:, None] + (page + column)[None, :]
+                tl.store(target, by_page, mask=live[:, None] & page_there[None, :])
 
         if (split == SPLITS - 1) & (filled > 0):
             t = tl.arange(0, BLOCK_SIZE)
@@ -153,13 +158,9 @@ def attend_kernel(
             typed = own.to(tl.pointer_type(TAIL_RAW)) + head * (BLOCK_SIZE * HEAD_DIM)
             k_place = typed + t[None, :] * HEAD_DIM + d[:, None]
             wanted = inside_d[:, None] & there[None, :]
-            raw = tl.dot(
-                q_low.to(TAIL_DOT), tl.load(k_place, mask=wanted, other=0.0).to(TAIL_DOT), input_precision="tf32x3"
-            )
-            raw = tl.dot(
-                q_high.to(TAIL_DOT), tl.load(k_place + half, mask=wanted, other=0.0).to(TAIL_DOT), acc=raw,
-                input_precision="tf32x3",
-            )  # fmt: skip
+            raw = tl.zeros([BLOCK_M, BLOCK_SIZE], tl.float32)
+            raw = product(q_low.to(TAIL_DOT), tl.load(k_place, mask=wanted, other=0.0).to(TAIL_DOT), raw, fp32)
+            raw = product(q_high.to(TAIL_DOT), tl.load(k_place + half, mask=wanted, other=0.0).to(TAIL_DOT), raw, fp32)
             seen = there[None, :] & live[:, None]
             key = count * BLOCK_SIZE + t
             if CAUSAL:
@@ -173,9 +174,9 @@ def attend_kernel(
             wanted = there[:, None] & inside_d[None, :]
             weights = p.to(TAIL_DOT)
             value = tl.load(v_place, mask=wanted, other=0.0).to(TAIL_DOT)
-            acc_low = tl.dot(weights, value, acc=acc_low * shrink[:, None], input_precision="tf32x3")
+            acc_low = tl.dot(weights, value, acc=acc_low * shrink[:, None], input_precision=fp32)
             value = tl.load(v_place + half, mask=wanted, other=0.0).to(TAIL_DOT)
-            acc_high = tl.dot(weights, value, acc=acc_high * shrink[:, None], input_precision="tf32x3")
+            acc_high = tl.dot(weights, value, acc=acc_high * shrink[:, None], input_precision=fp32)
 
         norm = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
         if SPLITS == 1 and not TOGETHER and not REST:

@@ -12,23 +12,27 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from threading import Thread
+from typing import NamedTuple
 
 from kernels.layout import page_layout, parse_kv_cache_dtype
 from kernels.triton.ahead import SHARED_LIMIT, Resources, attention, pages, rows
 
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int8_channel", "int4", "k16v4", "k8v4",
-           "int8_per_tensor", "fp8_e4m3_per_tensor", "fp8_e5m2_per_tensor")  # fmt: skip
-"""What decode serves. fp32, which is for comparing models, needs more registers than there are beyond head_dim 64."""
+           "int8_per_tensor", "fp8_e4m3_per_tensor", "fp8_e5m2_per_tensor", "fp32")  # fmt: skip
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = (1, 3, 4, 8, 16)
 SHARED_GROUPS = (1, 4, 8)
 """Of query heads, for shared pages: tiles of 16 rows, and of 32 rows in one tile and in two."""
 BLOCK_SIZES = (16, 32)
-VARIANTS = ((7, ()), (7, ("WINDOW", "SOFTCAP")), (1, ("WINDOW",)), (1, ("SOFTCAP", "PAGE_LSE")))
-"""(max_query, extras) beyond plain decode; they have to compile and fit, spills do not matter."""
+CHIPS = tuple(SHARED_LIMIT)
+OPTIONS = (("WINDOW",), ("SOFTCAP",), ("PAGE_LSE",), ("WINDOW", "SOFTCAP"), ("SOFTCAP", "PAGE_LSE"))
+"""What decode may be asked for beyond the plain result."""
+CHUNKS = ((), ("WINDOW", "SOFTCAP"))
+"""Options of chunks of prompts, which have to compile and fit; spills do not matter."""
 
 
 @dataclass(frozen=True)
@@ -47,35 +51,56 @@ class Job:
 
 
 def layout_for(kv_cache_dtype: str, head_dim: int, block_size: int):
-    """Two layers, 16-bit compute as the format has it."""
-    compute = "fp16" if kv_cache_dtype == "fp16" else "bf16"
+    """Two layers, compute as the format has it: fp16 or fp32 under its name, bf16 for all others."""
+    compute = kv_cache_dtype if kv_cache_dtype in ("fp16", "fp32") else "bf16"
     k_format, v_format = parse_kv_cache_dtype(kv_cache_dtype, compute=compute)
     return page_layout(k_format, v_format, block_size, 2, 2, head_dim, tail_format=compute)
 
 
-def sample() -> Iterator[tuple[str, int, int, int, int]]:
+class Case(NamedTuple):
+    """One kernel that must not spill: decode of `group` query heads a KV head, plain or with `options`."""
+
+    kv_cache_dtype: str
+    head_dim: int
+    group: int
+    block_size: int
+    capability: int
+    options: tuple[str, ...] = ()
+
+
+def sample() -> Iterator[Case]:
     """Every format with every head_dim; over them, every format and every head_dim meets every group and every chip."""
-    chips = tuple(SHARED_LIMIT)
     for (i, name), (j, head_dim) in itertools.product(enumerate(FORMATS), enumerate(HEAD_DIMS)):
-        yield name, head_dim, GROUPS[(i + j) % 5], BLOCK_SIZES[(i + j // 2) % 2], chips[(i + 2 * j) % 3]
+        yield Case(name, head_dim, GROUPS[(i + j) % 5], BLOCK_SIZES[(i + j // 2) % 2], CHIPS[(i + 2 * j) % 3])
 
 
-def decode(cases: Iterable[tuple[str, int, int, int, int]]) -> Iterator[Job]:
-    """The kernels that must not spill, by (kv_cache_dtype, head_dim, group, block_size, compute capability)."""
-    for name, head_dim, group, block_size, capability in cases:
-        where = f"decode {name} head_dim {head_dim} group {group} block {block_size}"
-        layout = layout_for(name, head_dim, block_size)
-        yield Job(where, capability, False, partial(attention, layout, group, capability))
+def plain() -> Iterator[Case]:
+    """Every case of decode without options."""
+    return itertools.starmap(Case, itertools.product(FORMATS, HEAD_DIMS, GROUPS, BLOCK_SIZES, CHIPS))
 
 
-def shared(cases: Iterable[tuple[str, int, int, int, int]]) -> Iterator[Job]:
-    """The two passes of decode over shared pages, which must not spill either. The second is plain decode from another
-    page on, so that one group of query heads has to do for all."""
-    for name, head_dim, group, block_size, capability in cases:
-        layout = layout_for(name, head_dim, block_size)
-        for extra in ("TOGETHER", "REST") if group == 4 else ("TOGETHER",):
-            where = f"decode {extra.lower()} {name} head_dim {head_dim} group {group} block {block_size}"
-            yield Job(where, capability, False, partial(attention, layout, group, capability, extras=(extra,)))
+def shared() -> Iterator[Case]:
+    """The two passes of decode over shared pages. The second is plain decode from another page on, so that one group
+    of query heads has to do for all."""
+    for name, head_dim, chip in itertools.product(FORMATS, HEAD_DIMS, CHIPS):
+        for group in SHARED_GROUPS:
+            yield Case(name, head_dim, group, 16, chip, ("TOGETHER",))
+        yield Case(name, head_dim, 4, 16, chip, ("REST",))
+
+
+def optional() -> Iterator[Case]:
+    """Every format and head_dim with every option on every chip, groups and block sizes by turns."""
+    combined = itertools.product(FORMATS, HEAD_DIMS, OPTIONS, CHIPS)
+    for (name, head_dim, options, chip), group, block_size in zip(combined, cycle(GROUPS[::-1]), cycle(BLOCK_SIZES)):
+        yield Case(name, head_dim, group, block_size, chip, options)
+
+
+def decode(cases: Iterable[Case]) -> Iterator[Job]:
+    """Jobs for kernels that must not spill."""
+    for name, head_dim, group, block_size, capability, options in cases:
+        where = f"decode {'+'.join(options).lower()} {name} head_dim {head_dim} group {group} block {block_size}"
+        compile_ = partial(attention, layout_for(name, head_dim, block_size), group, capability, extras=options)
+        yield Job(where.replace("  ", " "), capability, False, compile_)
 
 
 def others(formats: tuple[str, ...], head_dims: tuple[int, ...], capabilities: tuple[int, ...]) -> Iterator[Job]:
@@ -84,10 +109,9 @@ def others(formats: tuple[str, ...], head_dims: tuple[int, ...], capabilities: t
         for name in formats:
             layout = layout_for(name, head_dim, 16 if head_dim != 128 else 32)
             where = f"{name} head_dim {head_dim}"
-            for max_query, extras in VARIANTS:
-                what = f"{'chunk' if max_query > 1 else 'decode'} {'+'.join(extras).lower()}"
-                compile_ = partial(attention, layout, 4, capability, max_query=max_query, extras=extras)
-                yield Job(f"{what} {where}", capability, True, compile_)
+            for options in CHUNKS:
+                compile_ = partial(attention, layout, 4, capability, max_query=7, extras=options)
+                yield Job(f"chunk {'+'.join(options).lower()} {where}", capability, True, compile_)
             yield Job(where, capability, True, partial(pages, layout, capability))
         yield Job(f"head_dim {head_dim}", capability, True, partial(rows, head_dim, 4096, "bf16", capability))
 
@@ -103,7 +127,7 @@ def problems(found: Resources, capability: int, spills_count: bool) -> list[str]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compiles the kernels; exit code 1 if one does not fit its chip or a decode kernel without options spills.
+    """Compiles the kernels; exit code 1 if one does not fit its chip or a decode kernel spills.
 
     What Triton's own cache holds is not compiled again, so that an interrupted run goes on where it was.
     """
@@ -112,12 +136,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many to compile at once")
     chosen = parser.parse_args(arguments)
     if chosen.sample:
-        few = itertools.islice(sample(), 0, None, 7)
-        jobs = [*decode(sample()), *shared(few), *others(("int8_channel",), (64,), (90,))]
+        few = [*itertools.islice(shared(), 0, None, 43), *itertools.islice(optional(), 0, None, 43)]
+        jobs = [*decode(sample()), *decode(few), *others(("int8_channel",), (64,), (90,))]
     else:
-        every = itertools.product(FORMATS, HEAD_DIMS, GROUPS, BLOCK_SIZES, SHARED_LIMIT)
-        together = itertools.product(FORMATS, HEAD_DIMS, SHARED_GROUPS, (16,), SHARED_LIMIT)
-        jobs = [*decode(every), *shared(together), *others((*FORMATS, "fp32"), HEAD_DIMS, tuple(SHARED_LIMIT))]
+        jobs = [*decode(plain()), *decode(shared()), *decode(optional()), *others(FORMATS, HEAD_DIMS, CHIPS)]
     count = failures = 0
     with ProcessPoolExecutor(chosen.jobs, get_context("spawn"), _end_with_parent) as pool:
         for job, kernels in zip(jobs, pool.map(_run, jobs), strict=True):

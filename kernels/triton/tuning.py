@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from kernels.layout import LayerLayout, PageLayout
+
 FOLDER = Path(__file__).parent / "tuning"
 DEFAULT = "default"
 
@@ -51,6 +53,12 @@ def file_stem(gpu: str) -> str:
 def _table(name: str) -> dict[str, dict[str, list[int]]]:
     found: dict[str, dict[str, list[int]]] = json.loads((FOLDER / f"{name}.json").read_text())
     return found
+
+
+def tile_key(layout: PageLayout, place: LayerLayout, group: int) -> tuple[str, str, int, int]:
+    """What the tile of a layer is looked up by. fp32 products need the registers of fp32, whatever the pages hold."""
+    k_format, v_format = (place.k_format, place.v_format) if layout.tail_format != "fp32" else ("fp32", "fp32")
+    return k_format, v_format, layout.head_dim, group
 
 
 @cache

@@ -43,6 +43,12 @@ def test_wide_heads(name: str, head_dim: int, device: torch.device) -> None:
     check(build(name, [17, 70], head_dim=head_dim, kv_heads=1, compute="bf16"), device)
 
 
+@pytest.mark.parametrize("name", ["fp32", "int8_channel"])
+def test_wide_heads_in_fp32(name: str, device: torch.device) -> None:
+    """Products over more channels than a thread has registers for come in runs of channels."""
+    check(build(name, [17, 70], head_dim=256, kv_heads=1, compute="fp32"), device)
+
+
 @pytest.mark.parametrize("group", [1, 4, 8, 16])
 def test_groups(group: int, device: torch.device) -> None:
     check(build("int8_channel", [33, 5]), device, group=group)

@@ -9,27 +9,14 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
-_WORDS = [
-    "river",
-    "stone",
-    "window",
-    "garden",
-    "winter",
-    "paper",
-    "silver",
-    "engine",
-    "morning",
-    "letter",
-    "forest",
-    "bridge",
-    "mountain",
-    "kitchen",
-    "music",
-]
+_WORDS = ["river", "stone", "window", "garden", "winter", "paper", "silver", "engine", "morning", "letter", "forest",
+          "bridge", "mountain", "kitchen", "music"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,22 +90,38 @@ def reduce(fresh: list[Stream], cached: list[Stream]) -> Figures:
 
 
 async def _stream(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> Stream:
-    seen = Stream(started=time.perf_counter())
+    """Only takes the time while bytes arrive, and reads them afterwards: client and server share the processors."""
+    started, chunks = time.perf_counter(), []
     body = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, **body}
     async with client.stream("POST", f"{url}/completions", json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"{url} answered {response.status_code}: {(await response.aread())[:500]!r}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            if event.get("usage"):
-                seen.prompt_tokens = event["usage"]["prompt_tokens"]
-                seen.completion_tokens = event["usage"]["completion_tokens"]
-            if event.get("choices") and event["choices"][0].get("text"):
-                seen.arrivals.append(time.perf_counter())
-    if not seen.arrivals:
-        raise RuntimeError(f"{url} streamed no token")
-    if not seen.completion_tokens:  # servers without a usage chunk send one token an event
-        seen.completion_tokens = len(seen.arrivals)
-    return seen
+        async for chunk in response.aiter_bytes():
+            chunks.append((time.perf_counter(), chunk))
+    return seen(started, chunks)
+
+
+def seen(started: float, chunks: list[tuple[float, bytes]]) -> Stream:
+    """What a client saw of a stream of server-sent events, given (moment, bytes) as they arrived."""
+    stream = Stream(started)
+    for moment, event in _events(chunks):
+        if event.get("usage"):
+            stream.prompt_tokens = event["usage"]["prompt_tokens"]
+            stream.completion_tokens = event["usage"]["completion_tokens"]
+        if event.get("choices") and event["choices"][0].get("text"):
+            stream.arrivals.append(moment)
+    if not stream.arrivals:
+        raise RuntimeError("no token was streamed")
+    if not stream.completion_tokens:  # servers without a usage chunk send one token an event
+        stream.completion_tokens = len(stream.arrivals)
+    return stream
+
+
+def _events(chunks: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The events, each with the moment its line was complete."""
+    rest = b""
+    for moment, chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                yield moment, json.loads(line[6:])

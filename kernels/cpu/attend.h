@@ -10,6 +10,7 @@
 #define KV_ROWS 4      /* query rows of a tile */
 #define KV_PART 256    /* tokens of a part: its codes fit L2, its scores L1 */
 #define KV_MAX_DIM 256 /* head_dim; also the row stride of q and of accumulators */
+#define KV_MAX_TOKENS 32 /* block_size */
 
 /* How elements are stored; the order is known to kernels/cpu/geometry.py. */
 enum kv_kind { KV_FP32, KV_BF16, KV_FP16, KV_E4M3, KV_E5M2, KV_I8, KV_I4, KV_KINDS };

@@ -1,4 +1,5 @@
-/* One decode call as its files see it: attend.c plans and merges, attend_rows.c computes. */
+/* One decode call as its files see it: attend_passes.c plans who reads what, attend.c shares it out among threads,
+ * attend_rows.c computes and merges. */
 #ifndef KV_ATTEND_JOB_H
 #define KV_ATTEND_JOB_H
 
@@ -6,8 +7,6 @@
 
 #include "attend.h"
 #include "lanes.h"
-
-#define TAIL_MAX 32
 
 typedef struct {
     const uint8_t *pages, *tails;

@@ -3,7 +3,7 @@
 
 #include "attend_job.h"
 
-#define STRIDE (KV_PART + TAIL_MAX) /* of scores */
+#define STRIDE (KV_PART + KV_MAX_TOKENS) /* of scores */
 
 static void load_row(int kind, const void *p, int64_t element, int dim, float scale, float *to) {
     for (int c = 0; c < dim; c += 16) v_store(to + c, v_mul(KV_LOAD16(kind, (const uint8_t *)p, element + c), v_set(scale)));
@@ -34,7 +34,7 @@ static float softmax(float *s, int64_t count, float *total) {
 }
 
 static float page_log_sum_exp(const float *s, int tokens) {
-    float held[32], total;
+    float held[KV_MAX_TOKENS], total;
     memcpy(held, s, sizeof(float) * (size_t)tokens);
     float top = softmax(held, tokens, &total);
     return top + logf(total);

@@ -47,12 +47,6 @@ INLINE float v_top(v16 x) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
-INLINE float v_bottom(v16 x) {
-    __m256 m = _mm256_min_ps(x.a, x.b);
-    __m128 s = _mm_min_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
-    s = _mm_min_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_min_ss(s, _mm_movehdup_ps(s)));
-}
 /* 0 where test < limit, else x. */
 INLINE v16 v_zero_below(v16 x, v16 test, float limit) {
     __m256 l = _mm256_set1_ps(limit);
@@ -109,11 +103,4 @@ INLINE void v_store_bf16(void *p, v16 x) {
 INLINE void v_store_fp16(void *p, v16 x) {
     _mm_storeu_si128(p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     _mm_storeu_si128((void *)((uint16_t *)p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-/* Rounds to nearest even; lanes must be within -128..255, of which the low byte is kept. */
-INLINE void v_store_i8(void *p, v16 x) {
-    int32_t n[16];
-    _mm256_storeu_si256((void *)n, _mm256_cvtps_epi32(x.a));
-    _mm256_storeu_si256((void *)(n + 8), _mm256_cvtps_epi32(x.b));
-    for (int i = 0; i < 16; i++) ((uint8_t *)p)[i] = (uint8_t)n[i];
 }

@@ -17,7 +17,6 @@ INLINE v16 v_round(v16 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST
 INLINE v16 v_scale2(v16 x, v16 n) { return _mm512_scalef_ps(x, n); }
 INLINE float v_sum(v16 x) { return _mm512_reduce_add_ps(x); }
 INLINE float v_top(v16 x) { return _mm512_reduce_max_ps(x); }
-INLINE float v_bottom(v16 x) { return _mm512_reduce_min_ps(x); }
 /* 0 where test < limit, else x. */
 INLINE v16 v_zero_below(v16 x, v16 test, float limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, v_set(limit), _CMP_NLT_UQ), x);
@@ -59,5 +58,3 @@ INLINE void v_store_bf16(void *p, v16 x) {
 INLINE void v_store_fp16(void *p, v16 x) {
     _mm256_storeu_si256(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-/* Rounds to nearest even and keeps the low byte of each lane. */
-INLINE void v_store_i8(void *p, v16 x) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }

@@ -38,11 +38,6 @@ INLINE float v_top(v16 x) {
     for (int i = 1; i < 16; i++) top = x.f[i] > top ? x.f[i] : top;
     return top;
 }
-INLINE float v_bottom(v16 x) {
-    float bottom = x.f[0];
-    for (int i = 1; i < 16; i++) bottom = x.f[i] < bottom ? x.f[i] : bottom;
-    return bottom;
-}
 /* 0 where test < limit, else x. */
 INLINE v16 v_zero_below(v16 x, v16 test, float limit) { EACH(test.f[i] < limit ? 0.0f : x.f[i]); }
 
@@ -95,9 +90,5 @@ INLINE void v_store_bf16(void *p, v16 x) {
 }
 INLINE void v_store_fp16(void *p, v16 x) {
     for (int i = 0; i < 16; i++) ((uint16_t *)p)[i] = fp16_of(x.f[i]);
-}
-/* Rounds to nearest even; lanes must be within -128..255, of which the low byte is kept. */
-INLINE void v_store_i8(void *p, v16 x) {
-    for (int i = 0; i < 16; i++) ((uint8_t *)p)[i] = (uint8_t)(int32_t)rintf(x.f[i]);
 }
 #undef EACH

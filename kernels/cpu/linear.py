@@ -1,4 +1,7 @@
-"""Products with packed weights, one at a time; the engine's whole step (`step.c`) uses the same C code."""
+"""Products with packed weights. The engine's whole step (`step.c`) calls the same C code; `linear` runs one alone.
+
+Not an op of `kernels.dispatch`: other backends have no packed weights.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@
 #include "lanes.h"
 #include "threads.h"
 
-#define TOKENS_MAX 32
-
 /* Activations of one KV head: element c of token t is at base + t * stride + c, in elements of `kind`. */
 typedef struct {
     const void *base;
@@ -134,7 +132,7 @@ static void seal_v(const kv_layer *l, const rows_in *x, float tensor_scale, uint
 /* Per-channel K: all rows are needed before the first code. */
 static void seal_channels(const kv_layer *l, const rows_in *x, uint8_t *codes, uint8_t *scales) {
     const int dim = l->head_dim, tokens = l->block_size;
-    float row[TOKENS_MAX][KV_MAX_DIM], low[KV_MAX_DIM], high[KV_MAX_DIM], scale[KV_MAX_DIM], base[KV_MAX_DIM];
+    float row[KV_MAX_TOKENS][KV_MAX_DIM], low[KV_MAX_DIM], high[KV_MAX_DIM], scale[KV_MAX_DIM], base[KV_MAX_DIM];
     for (int t = 0; t < tokens; t++) widen(x, t, dim, row[t]);
     for (int c = 0; c < dim; c += 16) {
         v16 a = v_load(row[0] + c), b = a;

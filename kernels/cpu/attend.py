@@ -1,5 +1,4 @@
-"""Attention over pages and tails; contract in `kernels/reference/attend.py`. Decode is native, prefill is
-`prefill.py`."""
+"""Attention over pages and tails; contract in `kernels/reference/attend.py`. Prompt chunks go on to `prefill.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from kernels.layout import PageLayout
 
 
 class Decode(ctypes.Structure):
-    """`kv_decode` of attend.c"""
+    """`kv_decode` of attend_job.h"""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("pages", "tails", "q", "out")),
@@ -41,7 +40,10 @@ def attend(
     page_lse: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [T, q_heads, head_dim]; out has q's shape and dtype (fp32, bf16 or fp16)."""
+    """Causal attention of q [T, q_heads, head_dim]; out has q's shape and dtype (fp32, bf16 or fp16).
+
+    ValueError for what it cannot read or write as it lies in memory; MemoryError without room for partial results.
+    """
     check(batch, q, layout.kv_heads, layout.head_dim, window, page_lse)
     if q.dtype not in geometry.DTYPES:
         raise ValueError(f"q must be fp32, bf16 or fp16, not {q.dtype}")
@@ -51,6 +53,8 @@ def attend(
         raise ValueError("out must be contiguous, with q's shape and dtype")
     if q.stride(2) != 1 or q.stride(1) != layout.head_dim:
         q = q.contiguous()
+    if batch.tables.stride(1) != 1:
+        raise ValueError("tables must have contiguous rows")
     if batch.max_query > 1:
         from kernels.cpu.prefill import prefill
 
@@ -58,8 +62,8 @@ def attend(
 
     sparse = batch.kv_head_tables
     table = batch.tables if sparse is None else sparse
-    if table.stride(-1) != 1 or (sparse is not None and not sparse.is_contiguous()):
-        raise ValueError("tables must have contiguous rows")
+    if sparse is not None and not sparse.is_contiguous():
+        raise ValueError("kv_head_tables must be contiguous")
     if page_lse is not None and not (page_lse.is_contiguous() and page_lse.dtype == torch.float32):
         raise ValueError("page_lse must be contiguous fp32")
     call = Decode(

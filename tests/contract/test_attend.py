@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from typing import Any
 
@@ -235,10 +236,11 @@ def test_offsets_beyond_four_gigabytes(queries: int) -> None:
     q = query(queries, 8, 128)
     moved = kv_cases.Case(layout, pages, small.tails, far, small.scales, [], [])
     assert torch.equal(attend(select("cpu"), q, moved, far, 7), attend(select("cpu"), q, small, near, 7))
+    place = layout.layer(7)
+    own = slice(place.offset, place.offset + layout.layer_bytes)
+    pages[ids.long()] = 0
     select("cpu").seal(pages, layout, 7, small.k[0], small.v[0], ids)
-    assert torch.equal(
-        pages[ids.long()], small.pages[small.batch.tables[0, :3].long()].where(pages[ids.long()] != 0, 0)
-    )
+    assert torch.equal(pages[ids.long(), own], small.pages[small.batch.tables[0, :3].long(), own])
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -248,6 +250,15 @@ def test_wrong_shapes_are_refused_before_anything_is_read(backend: str) -> None:
         attend(select(backend), query(1, 8, 64), case, case.batch)
     with pytest.raises(ValueError, match="page_lse"):
         attend(select(backend), query(1, 9, 64), case, case.batch, page_lse=torch.empty(1, 9, 1))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_tables_that_are_not_rows_in_memory_are_refused(queries: int) -> None:
+    case = kv_cases.build(page_layout("bf16", "bf16", 16, 1, 3, 64), [40, 40])
+    batch = case.alone(0, queries)
+    spread = dataclasses.replace(batch, tables=batch.tables.repeat_interleave(2, dim=1)[:, ::2])
+    with pytest.raises(ValueError, match="contiguous rows"):
+        attend(select("cpu"), query(queries, 9, 64), case, spread)
 
 
 def test_merge_of_parts_equals_the_whole() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kernels import formats
-from kernels.formats._base import Shape
+from kernels.formats import Shape
 
 ALIGN = 64
 PAGE_ALIGN = 4096
@@ -49,8 +49,7 @@ def _up(value: int, align: int) -> int:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Byte offsets of one layer: `k_*`, `v_*` inside the page, `tail_*` inside the tail. `offset` is where it
-    starts."""
+    """Byte offsets of one layer: `k_*`, `v_*` inside the page, where it begins at `offset`; `tail_*` in the tail."""
 
     offset: int
     k_format: str
@@ -132,8 +131,10 @@ def parse_kv_cache_dtype(
 
 
 def parse_skip_layers(items: Iterable[str | int], layers: int) -> tuple[int, ...]:
-    """Layer indices of `kv_cache_dtype_skip_layers`: indices, `first:n`, `last:n`. Raises ValueError beyond the
-    model."""
+    """Sorted layer indices of `kv_cache_dtype_skip_layers`, whose items are indices, `first:n` and `last:n`.
+
+    Raises ValueError for another form, or beyond the model.
+    """
     found: set[int] = set()
     for item in items:
         kind, _, count = str(item).strip().partition(":")
@@ -156,8 +157,7 @@ def page_layout(
     skip_layers: Iterable[int] = (),
     tail_format: str = "bf16",
 ) -> PageLayout:
-    """Geometry of a pool. Layers in `skip_layers` are stored in `tail_format`. Raises ValueError for what cannot
-    be."""
+    """Geometry of a pool. Layers in `skip_layers` are stored in `tail_format`. Raises ValueError for what cannot be."""
     if block_size not in (16, 32):
         raise ValueError(f"block_size must be 16 or 32, not {block_size}")
     if head_dim % 16 or not 16 <= head_dim <= 256:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import formats
 from kernels.formats._per_tensor import PerTensor
 from kernels.layout import PageLayout
+from kernels.reference._pages import tail_dtype
 from kernels.scale_file import SIDES, ScaleFile
 
 POLICIES = ("max", "smoothed_max")
@@ -62,8 +63,8 @@ class PoolScales:
 
     def count_tails(self, tails: Tensor, slots: Tensor) -> None:
         """Before full tails are sealed. tails uint8 [slots, tail_bytes]; slots int32 [n]."""
-        layout, kind = self._layout, formats.load(self._layout.tail_format).dtype  # type: ignore[attr-defined]
-        full = tails[slots.long()].view(kind).view(slots.numel(), layout.layers, 2, layout.shape.elements)
+        layout = self._layout
+        full = tails[slots.long()].view(tail_dtype(layout)).view(slots.numel(), layout.layers, 2, layout.shape.elements)
         limits = self._limits.to(full.device)[None, :, :, None]
         self.clipped += int((full.abs() > limits).sum())
         self.stored += slots.numel() * int(self._limits.isfinite().sum()) * layout.shape.elements

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.cpu import build, geometry
 from kernels.layout import PageLayout
+from kernels.reference._pages import tail_dtype
 
 
 class GatherCall(ctypes.Structure):
@@ -30,11 +31,10 @@ def gather(
     dtype: torch.dtype | None = None,
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Decoded K and V of pages `block_ids` [n], each [n * block_size, kv_heads, head_dim]; compute dtype by
-    default."""
+    """Decoded K and V of pages `block_ids` [n], each [n * block_size, kv_heads, head_dim]; compute dtype by default."""
     ids = geometry.ids(block_ids)
     shape = (ids.numel() * layout.block_size, layout.kv_heads, layout.head_dim)
-    k = torch.empty(shape, dtype=dtype or geometry.tail_dtype(layout))
+    k = torch.empty(shape, dtype=dtype or tail_dtype(layout))
     v = torch.empty_like(k)
     gather_into(pages, layout, layer, ids, k, v, scales)
     return k, v

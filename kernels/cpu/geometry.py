@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from kernels import formats
-from kernels.formats._base import Sizes
+from kernels.formats import Sizes
 from kernels.layout import PageLayout
 
 KINDS = {"fp32": 0, "bf16": 1, "fp16": 2, "fp8_e4m3": 3, "fp8_e5m2": 4, "int8": 5, "int8_channel": 5, "int4": 6}
@@ -105,12 +105,6 @@ def layer_scales(layout: PageLayout, layer: int, scales: torch.Tensor | None) ->
     if scales.dtype != torch.float32 or scales.shape != (layout.layers, 2) or not scales.is_contiguous():
         raise ValueError(f"scales must be contiguous fp32 [{layout.layers}, 2]")
     return int(scales.data_ptr()) + layer * 8
-
-
-def tail_dtype(layout: PageLayout) -> torch.dtype:
-    """Element type of tails."""
-    kind = KINDS[layout.tail_format]
-    return next(dtype for dtype, known in DTYPES.items() if known == kind)
 
 
 def ids(indices: torch.Tensor) -> torch.Tensor:

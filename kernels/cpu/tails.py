@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.cpu import build, geometry
 from kernels.layout import PageLayout
+from kernels.reference._pages import tail_dtype
 
 
 class AppendCall(ctypes.Structure):
@@ -23,7 +24,7 @@ def append_tails(
     tails: Tensor, layout: PageLayout, layer: int, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor
 ) -> None:
     """Writes token i of k, v [T, kv_heads, head_dim] to `positions[i]` of tail `slots[i]` (int32 [T])."""
-    dtype = geometry.tail_dtype(layout)
+    dtype = tail_dtype(layout)
     k, v = geometry.rows(k.to(dtype), layout), geometry.rows(v.to(dtype), layout)
     slots, positions = geometry.ids(slots), geometry.ids(positions)
     if not k.shape[0] == v.shape[0] == slots.numel() == positions.numel():

@@ -10,9 +10,9 @@ import importlib
 import pkgutil
 from functools import cache
 
-from kernels.formats._base import Format, Sizes
+from kernels.formats._base import Format, Shape, Sizes
 
-__all__ = ["Format", "Sizes", "load", "names"]
+__all__ = ["Format", "Shape", "Sizes", "load", "names"]
 
 
 @cache

@@ -11,7 +11,7 @@ from kernels.layout import PageLayout
 
 
 def tail_dtype(layout: PageLayout) -> torch.dtype:
-    """Element type of tails and of layers kept in 16 bits."""
+    """Element type of tails, and of layers that are not quantised."""
     found = formats.load(layout.tail_format)
     assert isinstance(found, Raw)
     return found.dtype

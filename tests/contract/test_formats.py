@@ -7,7 +7,7 @@ import torch
 
 from kernels import formats
 from kernels.dispatch import select
-from kernels.formats._base import Shape
+from kernels.formats import Shape
 from kernels.layout import page_layout
 from tests.support import kv_cases
 from tests.support.kv_cases import i32

@@ -41,8 +41,8 @@ class BuildError(RuntimeError):
 
 def cache_dir() -> Path:
     """Where compiled libraries are kept."""
-    root = os.environ.get("KVRELAY_CACHE_DIR") or Path.home() / ".cache" / "kvrelay"
-    return Path(root) / "kernels"
+    root = os.environ.get("KVRELAY_CACHE_DIR")
+    return (Path(root).expanduser() if root else Path.home() / ".cache" / "kvrelay") / "kernels"
 
 
 def isa() -> str:

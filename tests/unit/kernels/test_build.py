@@ -16,6 +16,7 @@ from kernels.cpu import build, packing
 from kernels.cpu.argmax_rows import argmax_rows
 from kernels.cpu.linear import PackedLinear, linear
 from kernels.reference.argmax_rows import argmax_rows as plain_argmax_rows
+from shared.models.catalogue import cache_root
 
 QUICK = ("argmax_rows.c", "tails.c", "threads.c")
 """Sources that are compiled in a moment."""
@@ -47,6 +48,13 @@ def test_concurrent_first_use_builds_once(tmp_path: Path) -> None:
     assert count.read_text().count("x") == len(QUICK) + 1  # each file, and the link
     left = {path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()}
     assert left == {".o", ".so", ".lock"}
+
+
+def test_libraries_and_models_are_in_one_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given, root in (("~/here", tmp_path / "here"), ("/there", Path("/there")), ("", tmp_path / ".cache/kvrelay")):
+        monkeypatch.setenv("KVRELAY_CACHE_DIR", given)
+        assert (build.cache_dir(), cache_root()) == (root / "kernels", root / "models")
 
 
 def test_no_compiler_means_reference(tmp_path: Path) -> None:

@@ -43,8 +43,7 @@ class Batch:
     `query_starts[b] : query_starts[b + 1]` of q and stand at the **last** positions of the sequence; attention is
     causal. One query a sequence is decode. `tail_slots[b]` is not read where `tail_lengths[b]` is 0.
 
-    The sparse path: with `kv_head_tables` and `kv_head_counts` each (sequence, KV head) reads its own subset of
-    pages,
+    The sparse path: with `kv_head_tables` and `kv_head_counts` each (sequence, KV head) reads its own subset of pages,
     in any order, and always the tail; only for decode and without a window.
     """
 
@@ -83,8 +82,7 @@ def _moved(parts: Batch | SharedPrefix, device: torch.device) -> dict[str, Any]:
 
 
 def check(batch: Batch, q: Tensor, kv_heads: int, head_dim: int, window: int, page_lse: Tensor | None) -> None:
-    """Raises ValueError for what no backend computes, before anything is read. Looks at shapes only, never at
-    values."""
+    """Raises ValueError for what no backend computes. Looks at shapes only, never at values, and waits for nothing."""
     size = len(batch)
     if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % kv_heads:
         raise ValueError(f"q must be [T, n * {kv_heads}, {head_dim}], not {tuple(q.shape)}")

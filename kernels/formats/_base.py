@@ -36,13 +36,11 @@ class Shape:
 
 
 class Format(ABC):
-    """One KV format. `scale` arguments are the per-tensor scale of formats with `outlives_page`; others ignore
-    them."""
+    """One KV format. `scale` arguments are the per-tensor scale of formats with `outlives_page`; others ignore them."""
 
     name: str
     outlives_page: bool = False
-    """True: the scale is one number per layer and side from a scale file (`kernels.scales`), not stored in the
-    page."""
+    """True: the scale is one number per layer and side from a scale file (`kernels.scales`), not stored in the page."""
 
     @abstractmethod
     def sizes_k(self, shape: Shape) -> Sizes: ...
@@ -68,8 +66,7 @@ class Format(ABC):
 
     @abstractmethod
     def bound_k(self, x: Tensor, scale: float | None = None) -> Tensor:
-        """Stated bound of |decoded - x| for K, elementwise and broadcastable to x (fp32 rounding of 1e-6 |x|
-        excluded)."""
+        """Stated bound of |decoded - x| for K, broadcastable to x; fp32 rounding of 1e-6 |x| comes on top."""
 
     @abstractmethod
     def bound_v(self, x: Tensor, scale: float | None = None) -> Tensor:

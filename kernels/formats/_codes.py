@@ -1,8 +1,7 @@
 """Eight-bit codes under a scale, and the rounding rules all quantised formats share.
 
-Scales are fp16, rounded **up**, so that the largest element never clips; they are floored at 2^-24 (the smallest
-fp16), so
-that nothing divides by zero and an all-zero group decodes to exact zeros.
+Scales are fp16, rounded **up**, so that the largest element never clips; they are floored at 2^-24 (the smallest fp16),
+so that nothing divides by zero and an all-zero group decodes to exact zeros.
 """
 
 from __future__ import annotations

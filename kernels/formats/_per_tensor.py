@@ -19,9 +19,8 @@ def required(name: str, scale: float | None) -> float:
 
 
 class PerTensor(Format):
-    """K codes [kv_heads, head_dim, block_size], V codes [kv_heads, block_size, head_dim], one byte each, no scales
-    in the
-    page. Elements beyond scale * top saturate; `kernels.scales` counts them."""
+    """K codes [kv_heads, head_dim, block_size], V codes [kv_heads, block_size, head_dim], one byte each, no scales in
+    the page. Elements beyond scale * top saturate; `kernels.scales` counts them."""
 
     outlives_page = True
 

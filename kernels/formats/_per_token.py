@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class PerTokenHead(Format):
-    """K codes [kv_heads, head_dim, block_size], V codes [kv_heads, block_size, head_dim], one byte each; on both
-    sides
+    """K codes [kv_heads, head_dim, block_size], V codes [kv_heads, block_size, head_dim], one byte each; on both sides
     scales fp16 [kv_heads, block_size]."""
 
     def __init__(self, name: str, code: Code) -> None:

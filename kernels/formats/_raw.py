@@ -1,5 +1,4 @@
-"""Formats that store activations as they are: K [kv_heads, head_dim, block_size], V [kv_heads, block_size,
-head_dim]."""
+"""Activations as they are: K [kv_heads, head_dim, block_size], V [kv_heads, block_size, head_dim]."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 
 class Raw(Format):
     """Little-endian elements of one float type, no scales. Rounds, and saturates at the largest finite value, only
-    where the
-    input is wider than the format."""
+    where the input is wider than the format."""
 
     def __init__(self, name: str, torch_name: str, width: int, epsilon: float, smallest: float) -> None:
         self.name = name

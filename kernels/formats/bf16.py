@@ -1,5 +1,4 @@
-"""`bf16`: raw bfloat16 elements, no scales. K [kv_heads, head_dim, block_size], V [kv_heads, block_size,
-head_dim]."""
+"""`bf16`: raw bfloat16 elements, no scales. K [kv_heads, head_dim, block_size], V [kv_heads, block_size, head_dim]."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`fp16`: raw IEEE half elements, no scales. K [kv_heads, head_dim, block_size], V [kv_heads, block_size,
-head_dim]."""
+"""`fp16`: raw IEEE half elements, no scales. K [kv_heads, head_dim, block_size], V [kv_heads, block_size, head_dim]."""
 
 from __future__ import annotations
 

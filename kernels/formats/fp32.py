@@ -1,5 +1,4 @@
-"""`fp32`: raw IEEE single elements, no scales. K [kv_heads, head_dim, block_size], V [kv_heads, block_size,
-head_dim]."""
+"""`fp32`: raw IEEE floats, no scales. K [kv_heads, head_dim, block_size], V [kv_heads, block_size, head_dim]."""
 
 from __future__ import annotations
 

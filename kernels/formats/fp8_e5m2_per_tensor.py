@@ -1,8 +1,7 @@
 """`fp8_e5m2_per_tensor`: OCP e5m2 (top 57344), one scale per layer and side.
 
 Byte format: K codes [kv_heads, head_dim, block_size] and V codes [kv_heads, block_size, head_dim], one byte each; no
-scales in
-the page; x = scale[layer, side] * code, scales from `kv_scales_path`.
+scales in the page; x = scale[layer, side] * code, scales from `kv_scales_path`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`int8_channel`: int8, keys scaled per channel inside the page around a centre, values per token and KV head.
 
 Byte format: K codes int8 [kv_heads, head_dim, block_size]; K scales fp16 [kv_heads, 2, head_dim], row 0 the scale s,
-row 1 the
-centre c; k = c + s * code, with c = fp16((max + min) / 2) and s = fp16_up(max|k - c| / 127) over the page's tokens.
-V as in `int8`. A channel with a large constant bias, common in keys, costs no precision.
+row 1 the centre c; k = c + s * code, with c = fp16((max + min) / 2) and s = fp16_up(max|k - c| / 127) over the page's
+tokens. V as in `int8`. A channel with a large constant bias, common in keys, costs no precision.
 """
 
 from __future__ import annotations

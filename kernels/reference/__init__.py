@@ -1,2 +1,1 @@
-"""The ops in plain torch: slow, obvious, on any device. They are the contract that the fast backends are tested
-against."""
+"""The ops in plain torch: slow, obvious, on any device. The fast backends are tested against them."""

@@ -28,10 +28,10 @@ def attend(
 ) -> Tensor:
     """Causal attention of q [T, q_heads, head_dim] over each sequence's pages and tail; returns out like q.
 
-    Query head h reads KV head h // (q_heads / kv_heads). A query at position p sees keys p - window + 1 .. p (all up
-    to
+    Query head h reads KV head h // (q_heads / kv_heads). A query at position p sees keys p - window + 1 .. p (all up to
     p if window is 0). Logits are `scale * q.k`, then `softcap * tanh(logit / softcap)` if softcap > 0.
     `page_lse` fp32 [B, q_heads, max_pages] receives the log-sum-exp of each page's logits, -inf beyond the table.
+    Raises ValueError for what `kernels.attention.check` refuses.
     """
     shape = layout.shape
     check(batch, q, shape.kv_heads, shape.head_dim, window, page_lse)

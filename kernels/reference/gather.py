@@ -18,8 +18,7 @@ def gather(
     dtype: torch.dtype | None = None,
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Decoded K and V of pages `block_ids` [n], each [n * block_size, kv_heads, head_dim]; compute dtype by
-    default."""
+    """Decoded K and V of pages `block_ids` [n], each [n * block_size, kv_heads, head_dim]; compute dtype by default."""
     target = dtype or tail_dtype(layout)
     exact = torch.float64 if target == torch.float64 else torch.float32
     k, v = decode_layer(pages, layout, layer, block_ids, exact, scales)

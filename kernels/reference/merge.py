@@ -7,8 +7,7 @@ from torch import Tensor
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges S partials: outs [S, T, heads, head_dim], lses [S, T, heads] -> out [T, heads, head_dim], lse [T,
-    heads].
+    """Merges S partials: outs [S, T, heads, head_dim], lses [S, T, heads] -> out [T, heads, head_dim], lse [T, heads].
 
     M = max lse, weight exp(lse - M). An empty partial is (anything, -inf) and counts as nothing; if all are empty the
     result is (0, -inf).

@@ -64,8 +64,8 @@ class Raw(Format):
     def _encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         import torch
 
-        top = torch.finfo(self.dtype).max
-        if torch.finfo(x.dtype).max > top:
-            x = x.clamp(-top, top)
+        if self._width < 4:
+            top = torch.finfo(self.dtype).max
+            x = x.float().clamp(-top, top)  # in bf16 the top of fp16 would round to what is beyond it
         codes = x.to(self.dtype).contiguous().view(x.shape[0], -1).view(torch.uint8)
         return codes, codes.new_empty((x.shape[0], 0))

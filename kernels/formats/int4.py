@@ -133,7 +133,7 @@ class Int4(Format):
     def _codes(x: Tensor, byte: Tensor, zero: Tensor) -> Tensor:
         import torch
 
-        return ((x.float() / _e5m3(byte)).round().to(torch.int32) + zero).clamp(0, 15)
+        return ((x.float() / _e5m3(byte)).round() + zero).clamp(0, 15).to(torch.int32)
 
     @staticmethod
     def _group_of(x: Tensor) -> Tensor:

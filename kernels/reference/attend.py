@@ -56,7 +56,7 @@ def attend(
                 v = torch.cat((v, tail_v[slot, head, :filled].to(compute)))
             heads = slice(head * group, (head + 1) * group)
             logits = torch.einsum("qgd,kd->gqk", q[rows, heads].to(compute), k) * scale
-            if softcap:
+            if softcap > 0:
                 logits = softcap * torch.tanh(logits / softcap)
             count, queries = k.shape[0], starts[b + 1] - starts[b]
             position = torch.arange(count - queries, count, device=q.device).unsqueeze(1)

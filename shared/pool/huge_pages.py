@@ -19,8 +19,10 @@ import numpy as np
 HUGE: Final = 2 << 20
 STEP: Final = 128 << 20
 PATIENCE_S: Final = 2.0
-ORDINARY_S: Final = 0.5
-"""What a GiB of ordinary pages takes: on a machine that must first make room for huge ones, these are what we take."""
+GIB_S: Final = 2.5
+"""What a GiB may take beyond that. First use of a virtual machine's memory, whose host has to find it, takes 1 to 2 s,
+in pages of any size; a machine that has to make room for huge pages takes more, and then gives ordinary ones."""
+LONGEST_S: Final = 10.0
 MADV_COLLAPSE: Final = 25
 PROT_NONE: Final = 0
 MAP_FIXED: Final = 0x10
@@ -67,7 +69,7 @@ def fill(descriptor: int, size: int) -> None:
     whole, started = map_file(descriptor, size), time.monotonic()
     at, step = 0, HUGE  # the first one shows whether this can be had at all
     while step := min(step, (size - at) // HUGE * HUGE):
-        if time.monotonic() - started > PATIENCE_S + ORDINARY_S * at / 2**30:
+        if time.monotonic() - started > min(PATIENCE_S + GIB_S * at / 2**30, LONGEST_S):
             return
         for place in range(at, at + step, HUGE):
             os.pwrite(descriptor, b"\0", place)  # what is entirely a hole is not collapsed

@@ -249,13 +249,6 @@ async def stream(on: Stage, **fields: Any) -> tuple[str, list[int], Generated]:
     return "".join(e.text for e in events), [t for e in events for t in e.token_ids], last
 
 
-async def until(condition: Callable[[], Any], limit_s: float = 10) -> None:
-    """Returns when `condition` holds."""
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def live(on: Stage) -> int:
     """How many requests the gateway serves."""
     return len(on.gateway._dispatcher.live)

@@ -9,7 +9,8 @@ import pytest
 from shared import errors
 from shared.handles import unpack_u32
 from shared.messages import Empty, Generate, Generated, ModelCard, Sampling, Work
-from tests.e2e.scripted import CONTEXT, Stage, Worker, ask, live, stream, until
+from tests.e2e.scripted import CONTEXT, Stage, Worker, ask, live, stream
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

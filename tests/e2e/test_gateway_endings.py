@@ -9,7 +9,8 @@ import pytest
 
 from shared import errors
 from shared.messages import Cancel, CancelResult, Generate, Generated, Work
-from tests.e2e.scripted import Stage, Worker, ask, live, owners, stream, until
+from tests.e2e.scripted import Stage, Worker, ask, live, owners, stream
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

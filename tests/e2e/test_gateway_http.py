@@ -14,7 +14,8 @@ from services.gateway.actor import Gateway
 from shared import errors
 from shared.handles import unpack_u32
 from shared.messages import TokenLogprob, Work
-from tests.e2e.scripted import CONTEXT, Stage, Worker, until
+from tests.e2e.scripted import CONTEXT, Stage, Worker
+from tests.support.waiting import until
 
 CHAT = {"messages": [{"role": "user", "content": "Tell me about foxes."}]}
 

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nats.aio.msg import Msg
 
-from shared import errors, wire
+from shared import errors
 from shared.handles import BlockTable, unpack_u32
-from shared.messages import ActorExited, Heartbeat, Lease
+from shared.messages import ActorExited, Lease
 from shared.pool import Pool, attach
 from tests.support import fake_cuda, node_processes
 from tests.support.node import BLOCK, everything_back, fill
 from tests.support.node_processes import Processes
-from tests.support.waiting import until
 
 TOKENS = list(range(5 * BLOCK + 3))
 PAIRS = [("cuda0", "cuda1"), ("cuda0-a", "cuda0-b"), ("cuda0", "cpu0"), ("cpu0", "cuda1")]
@@ -120,18 +118,11 @@ async def test_a_killed_block_managers_memory_comes_back_and_its_successor_works
 async def test_a_gpu_that_fails_costs_a_hand_over_and_a_mover_but_no_page(processes: Processes) -> None:
     prefill, decode = await processes.node.worker("prefill"), await processes.node.worker("decode")
     admin = await processes.node.connect("admin")
-    ready: set[int] = set()
-
-    async def heard(message: Msg) -> None:
-        beat = wire.decode(message.data, Heartbeat)
-        ready.update([beat.pid] if beat.ready else [])
-
-    await admin.subscribe("event.actor.heartbeat", heard)
     await processes.ready(prefill)
     processes.stop("offload")
     processes.start("offload", FAKE_CUDA_FAIL="wait")
     mover = processes.running["offload"]
-    await until(lambda: mover.pid in ready)
+    await processes.heartbeat("offload", lambda beat: beat.ready and beat.pid == mover.pid)
     lease = await prefill.acquire("cuda0", TOKENS)
     with pytest.raises(errors.Unavailable, match="could not be copied"):
         await decode.adopt(lease, "cuda1")
@@ -142,8 +133,7 @@ async def test_a_gpu_that_fails_costs_a_hand_over_and_a_mover_but_no_page(proces
     processes.start("offload")
     await admin.publish("event.actor.exited", ActorExited(actor="offload", instance="offload-1", pid=1, code=1))
     await processes.ready(prefill)
-    async with asyncio.timeout(10):
-        while (await prefill.stats())["cuda1"].quarantined:
-            await asyncio.sleep(0.1)
+    await processes.copies_settled()
+    assert (await prefill.stats())["cuda1"].quarantined == 0
     await decode.release(await decode.adopt(lease, "cuda1"))
     assert everything_back(await prefill.stats())

@@ -8,10 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
-from shared import errors
+from nats.aio.msg import Msg
+
+from shared import errors, wire
+from shared.messages import Heartbeat
 from shared.pool import shm
 from tests.support.node import Node, Worker
 
@@ -58,6 +61,25 @@ class Processes:
                     finally:
                         await worker.release(lease)
                 await asyncio.sleep(0.05)
+
+    async def heartbeat(self, actor: str, wanted: Callable[[Heartbeat], bool], limit_s: float = 20.0) -> None:
+        """Returns with the next heartbeat of `actor` that is as `wanted`."""
+        heard = asyncio.Event()
+
+        async def hear(message: Msg) -> None:
+            beat = wire.decode(message.data, Heartbeat)
+            if beat.actor == actor and wanted(beat):
+                heard.set()
+
+        admin = await self.node.connect("admin")
+        subscription = await admin.subscribe("event.actor.heartbeat", hear)
+        async with asyncio.timeout(limit_s):
+            await heard.wait()
+        await admin.unsubscribe(subscription)
+
+    async def copies_settled(self) -> None:
+        """Returns when the block manager knows of every copy how it ended."""
+        await self.heartbeat("block_manager", lambda beat: beat.details.get("transfers") == 0)
 
 
 @contextlib.asynccontextmanager

@@ -15,6 +15,7 @@ from services.cli.child import Child
 from services.cli.supervisor import HOPELESS, TRIES, Process, Supervisor, explain
 from shared.errors import Misconfigured
 from tests.support.processes import alive
+from tests.support.waiting import until
 
 SLEEP = "import time; time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
@@ -39,9 +40,7 @@ def child(tmp_path: Path, code: str, name: str = "decode") -> Child:
 
 async def started(process: Child, after: int) -> int:
     """The pid of a process newer than `after`."""
-    async with asyncio.timeout(10):
-        while not (process.alive and process.pid != after):
-            await asyncio.sleep(0.01)
+    await until(lambda: process.alive and process.pid != after)
     return process.pid
 
 
@@ -95,9 +94,7 @@ async def test_stop_goes_in_order_and_kills_the_deaf(tmp_path: Path) -> None:
     deaf, other = child(tmp_path, DEAF, "deaf"), child(tmp_path, SLEEP, "other")
     for one in (deaf, other):
         await supervisor.watch(one)
-    async with asyncio.timeout(10):
-        while "deaf" not in deaf.last_words():
-            await asyncio.sleep(0.01)
+    await until(lambda: "deaf" in deaf.last_words())
     stopping = asyncio.create_task(supervisor.stop([(["deaf"], 0.3), (["other"], 5)]))
     while deaf.alive:
         assert other.alive, "the second group was stopped before the first had ended"

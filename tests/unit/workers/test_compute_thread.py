@@ -33,8 +33,7 @@ async def test_commands_run_between_steps_and_calls_return_results() -> None:
     thread = ComputeThread("t", step, lambda error: pytest.fail(str(error)))
     thread.start(asyncio.get_running_loop())
     assert await thread.call(add, 3) == "added"
-    while work > 0:
-        await asyncio.sleep(0.001)
+    await until(lambda: work <= 0)
     thread.submit(log.append, "last")
     await thread.stop()
     steps = [entry for entry in log if entry.startswith("step")]

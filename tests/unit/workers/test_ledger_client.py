@@ -149,9 +149,7 @@ async def test_refused_extensions_are_asked_again_and_stop_with_the_lease(
     client.extend(3, 1)
     await client.settled()
     ledger.room = True
-    async with asyncio.timeout(5):  # no event: it asks by itself
-        while (3, [7]) not in heard.grants:
-            await asyncio.sleep(0.01)
+    await until(lambda: (3, [7]) in heard.grants)  # no event: it asks by itself
 
 
 async def test_an_unanswered_release_is_repeated(
@@ -160,9 +158,7 @@ async def test_an_unanswered_release_is_repeated(
     monkeypatch.setattr(ledger_client, "UNANSWERED_RETRY_S", 0.02)
     ledger.failures = 2
     client.release(4)
-    async with asyncio.timeout(5):
-        while len(ledger.asked) < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(ledger.asked) == 3)
     await client.settled()
     await asyncio.sleep(0.1)  # it is not asked again
     assert [message.leases for message in ledger.asked] == [[4], [4], [4]]
@@ -206,9 +202,7 @@ async def test_the_loop_renews_by_itself(bus: Bus, ledger: Ledger) -> None:
     await asyncio.sleep(0)
     assert ledger.asked == []
     keeper.add(1, 0.3, asyncio.get_running_loop().time())
-    async with asyncio.timeout(5):
-        while len(ledger.asked) < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(ledger.asked) >= 3)
     task.cancel()
 
 

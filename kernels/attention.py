@@ -82,8 +82,17 @@ def _moved(parts: Batch | SharedPrefix, device: torch.device) -> dict[str, Any]:
 
 
 def check(batch: Batch, q: Tensor, kv_heads: int, head_dim: int, window: int, page_lse: Tensor | None) -> None:
-    """Raises ValueError for what no backend computes. Looks at shapes only, never at values, and waits for nothing."""
+    """Raises ValueError for what no backend computes. Looks at shapes and types, never at values, and waits for
+    nothing."""
     size = len(batch)
+    if window < 0:
+        raise ValueError(f"window must be the number of keys a query sees, or 0 for all, not {window}")
+    vectors = (batch.page_counts, batch.tail_slots, batch.tail_lengths, batch.query_starts)
+    for indices in (batch.tables, *vectors, batch.kv_head_tables, batch.kv_head_counts):
+        if indices is not None and indices.dtype != torch.int32:
+            raise ValueError(f"tables, counts, slots, lengths and starts must be int32, not {indices.dtype}")
+    if not all(vector.is_contiguous() for vector in vectors):
+        raise ValueError("counts, slots, lengths and starts must be contiguous")
     if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % kv_heads:
         raise ValueError(f"q must be [T, n * {kv_heads}, {head_dim}], not {tuple(q.shape)}")
     if batch.query_starts.shape != (size + 1,) or batch.tables.shape[:1] != (size,):

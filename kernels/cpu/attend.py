@@ -60,10 +60,10 @@ def attend(
 
         return prefill(q, pages, tails, layout, layer, batch, scale, window, softcap, scales, out)
 
-    sparse = batch.kv_head_tables
+    sparse, counts = batch.kv_head_tables, batch.kv_head_counts
     table = batch.tables if sparse is None else sparse
-    if sparse is not None and not sparse.is_contiguous():
-        raise ValueError("kv_head_tables must be contiguous")
+    if not all(x is None or x.is_contiguous() for x in (sparse, counts)):
+        raise ValueError("kv_head_tables and kv_head_counts must be contiguous")
     if page_lse is not None and not (page_lse.is_contiguous() and page_lse.dtype == torch.float32):
         raise ValueError("page_lse must be contiguous fp32")
     call = Decode(
@@ -77,7 +77,7 @@ def attend(
         batch.tail_lengths.data_ptr(),
         batch.query_starts.data_ptr(),
         None if sparse is None else sparse.data_ptr(),
-        None if batch.kv_head_counts is None else batch.kv_head_counts.data_ptr(),
+        None if counts is None else counts.data_ptr(),
         geometry.layer_scales(layout, layer, scales),
         None if page_lse is None else page_lse.data_ptr(),
         q.stride(0),

@@ -109,7 +109,9 @@ def test_integer_products_keep_what_a_flat_distribution_sums_up_to() -> None:
     assert ((seen.double() - want).abs() <= 2**-8 * want.abs() + 1e-3).all()
 
 
-@pytest.mark.parametrize("options", [{"window": w} for w in (1, 5, 16, 17, 100, 700)] + [{"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"window": w} for w in (1, 5, 16, 17, 100, 700)] + [{"softcap": c} for c in (2.0, -2.0)], ids=str
+)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_windows_and_soft_caps(backend: str, options: dict[str, Any]) -> None:
     case = kv_cases.build(page_layout("int8", "bf16", 16, 1, 3, 64), LENGTHS)
@@ -250,6 +252,21 @@ def test_wrong_shapes_are_refused_before_anything_is_read(backend: str) -> None:
         attend(select(backend), query(1, 8, 64), case, case.batch)
     with pytest.raises(ValueError, match="page_lse"):
         attend(select(backend), query(1, 9, 64), case, case.batch, page_lse=torch.empty(1, 9, 1))
+    with pytest.raises(ValueError, match="window"):
+        attend(select(backend), query(1, 9, 64), case, case.batch, window=-1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["tables", "page_counts", "tail_slots", "tail_lengths", "query_starts"])
+def test_indices_of_another_type_or_stride_are_refused(name: str, backend: str) -> None:
+    case = kv_cases.build(page_layout("bf16", "bf16", 16, 1, 3, 64), [20, 35])
+    given = getattr(case.batch, name)
+    with pytest.raises(ValueError, match="int32"):
+        attend(select(backend), query(2, 9, 64), case, dataclasses.replace(case.batch, **{name: given.long()}))
+    apart = torch.stack((given, given), dim=-1)[..., 0]
+    if backend == "cpu" or name != "tables":  # the reference takes a table of any stride
+        with pytest.raises(ValueError, match="contiguous"):
+            attend(select(backend), query(2, 9, 64), case, dataclasses.replace(case.batch, **{name: apart}))
 
 
 @pytest.mark.parametrize("queries", [1, 3])

@@ -58,6 +58,27 @@ def test_native_bytes_are_the_references_bytes(name: str, tail: str) -> None:
         assert torch.equal(*written)
 
 
+@pytest.mark.parametrize("tail", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_no_code_can_hold_saturates_to_the_same_bytes(name: str, tail: str) -> None:
+    layout, x = page_layout(name, name, 16, 1, 1, 64, tail_format=tail), torch.randn(5 * 16, 1, 64)
+    for page, huge in enumerate((1e5, -3e30, torch.inf, -torch.inf)):
+        x[16 * page + 3, 0, 7] = huge
+    x[4 * 16 :] = -3e38
+    x, ids, written = x.to(DTYPES[tail]), torch.arange(5, dtype=torch.int32), []
+    if tail == "fp16":
+        x[4 * 16 :] = torch.finfo(torch.float16).min  # a page of nothing but infinity has no scale
+    for backend in ("reference", "cpu"):
+        pages = torch.zeros(5, layout.page_bytes, dtype=torch.uint8)
+        select(backend).seal(pages, layout, 0, x, x, ids, kv_cases.per_tensor_scales(1))
+        written.append(pages)
+    assert torch.equal(*written)
+    given = {"dtype": torch.float32, "scales": kv_cases.per_tensor_scales(1)}
+    k, v = select("reference").gather(written[0], layout, 0, ids, **given)
+    if name != "fp32":  # stores what comes
+        assert torch.stack((k, v)).isfinite().all()
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_do_not_depend_on_how_sealing_was_called(name: str, backend: str) -> None:

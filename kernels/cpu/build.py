@@ -55,8 +55,12 @@ def isa() -> str:
 
 @functools.lru_cache(maxsize=1)
 def compiler() -> list[str] | None:
-    """The C compiler's command, or None."""
-    words = shlex.split(os.environ.get("CC", ""))
+    """The C compiler's command, or None. Raises BuildError if CC is no command line."""
+    given = os.environ.get("CC", "")
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise BuildError(f"CC={given}: {error}") from error
     for candidate in [words] if words else [["cc"], ["gcc"], ["clang"]]:
         found = shutil.which(candidate[0])
         if found:
@@ -116,17 +120,33 @@ def build() -> Path:
         if library.exists():
             return library
         wanted = {source: folder / f"{source.stem}-{key}.o" for source, key in objects.items()}
-        missing = [(source, path) for source, path in wanted.items() if not path.exists()]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda job: _run([*command, *flags, "-c", str(job[0])], job[1]), missing))
-        _run([*command, "-shared", "-pthread", *map(str, wanted.values()), "-lm"], library)
+        missing = {source: path for source, path in wanted.items() if not path.exists()}
+        link = [*command, "-shared", "-pthread", *map(str, wanted.values()), "-lm"]
+        _compile([*command, *flags], missing)
+        try:
+            _run(link, library)
+        except BuildError:
+            if len(missing) == len(wanted):
+                raise
+            _compile([*command, *flags], wanted)  # a power cut can leave an object that is none
+            _run(link, library)
     return library
+
+
+def _compile(command: list[str], objects: dict[Path, Path]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: _run([*command, "-c", str(source)], objects[source]), objects))
 
 
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """The library of this process. Raises BuildError; a failed build is tried again on the next call."""
-    return ctypes.CDLL(str(build()))
+    """The library of this process. Raises BuildError or OSError; a failed build is tried again on the next call."""
+    library = build()
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:  # a power cut can leave a file that is no library
+        library.unlink(missing_ok=True)
+        return ctypes.CDLL(str(build()))
 
 
 def set_threads(threads: int) -> None:

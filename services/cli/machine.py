@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from infra.nats.server import find_binary
+from kernels.cpu import build
 from services.cli.console import size
 from shared.compute_environment import available_memory, usable_cores
 from shared.errors import Misconfigured
@@ -113,10 +115,21 @@ def _room(name: str, folder: Path, wanted: int, fix: str) -> Finding:
 
 
 def _compiler() -> Finding:
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        return Finding("C compiler", "warn", "none", "apt install gcc; without it the slow reference kernels are used")
-    return Finding("C compiler", "ok", _first_line(compiler, "--version"))
+    name, slow = "C compiler", "without it the slow reference kernels are used"
+    try:
+        command = build.compiler()
+    except build.BuildError as error:
+        return Finding(name, "warn", str(error), f"correct CC; {slow}")
+    if command is None:
+        return Finding(name, "warn", "none", f"apt install gcc libc6-dev; {slow}")
+    try:
+        subprocess.run([*command, "-x", "c", "-fsyntax-only", "-"], input="#include <math.h>\n", text=True,
+                       capture_output=True, timeout=_COMMAND_LIMIT_S, check=True)  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        text = f"{shlex.join(command)} cannot compile: {said.strip().partition(chr(10))[0]}"
+        return Finding(name, "warn", text, f"apt install libc6-dev, or set CC to a compiler that works; {slow}")
+    return Finding(name, "ok", _first_line(*command, "--version"))
 
 
 def _gpu() -> Finding:

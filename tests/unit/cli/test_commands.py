@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kernels.cpu import build
+from services.cli import machine
 from services.cli.commands import doctor
 from services.cli.machine import Finding
 from services.cli.options import KINDS, NOT_FLAGS
@@ -132,6 +134,28 @@ def test_doctor_reports_the_machine_and_what_to_fix(tmp_path: Path) -> None:
     assert set(needed) <= set(found)
     assert all(finding["fix"] for finding in report["findings"] if finding["level"] != "ok")
     assert "kvrelay up" in found["pipeline"]["fix"]
+
+
+@pytest.mark.parametrize(
+    ("command", "level", "word"),
+    [
+        ("cc -O1", "ok", "cc"),
+        ("no-such-compiler", "warn", "none"),
+        ("false", "warn", "cannot compile"),
+        ('cc "', "warn", "No closing"),
+    ],
+)
+def test_doctor_tries_the_compiler_that_kernels_would_be_built_with(
+    command: str, level: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", command)
+    build.compiler.cache_clear()
+    try:
+        (found,) = (one for one in machine.findings(Path("/tmp"), Path("/tmp")) if one.name == "C compiler")
+    finally:
+        build.compiler.cache_clear()
+    assert found.level == level and word in found.value
+    assert ("reference kernels" in found.fix) == (level == "warn")
 
 
 def test_doctor_fails_on_a_pipeline_it_cannot_reach() -> None:

@@ -30,24 +30,41 @@ def run(environment: dict[str, str], code: str = PRINT_PATH) -> subprocess.Popen
     )  # fmt: skip
 
 
+def few_sources(tmp_path: Path, code: str) -> str:
+    """The same with the quick sources only."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for path in [*build.SOURCES.glob("*.h"), *(build.SOURCES / name for name in QUICK)]:
+        shutil.copy(path, sources)
+    return f"from pathlib import Path; from kernels.cpu import build; build.SOURCES = Path({str(sources)!r}); {code}"
+
+
 def test_concurrent_first_use_builds_once(tmp_path: Path) -> None:
     count = tmp_path / "count"
     compiler = tmp_path / "counting-cc"
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo x >> {count};; esac\nexec cc "$@"\n')
     compiler.chmod(0o755)
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    for path in [*build.SOURCES.glob("*.h"), *(build.SOURCES / name for name in QUICK)]:
-        shutil.copy(path, sources)
-    code = (
-        f"from pathlib import Path; from kernels.cpu import build; build.SOURCES = Path({str(sources)!r}); {PRINT_PATH}"
-    )
+    code = few_sources(tmp_path, PRINT_PATH)
     environment = {"KVRELAY_CACHE_DIR": str(tmp_path / "cache"), "CC": str(compiler), "KVRELAY_CPU_ISA": "portable"}
     outputs = [process.communicate() for process in [run(environment, code) for _ in range(3)]]
     assert len({out for out, _ in outputs}) == 1, outputs
     assert count.read_text().count("x") == len(QUICK) + 1  # each file, and the link
     left = {path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()}
     assert left == {".o", ".so", ".lock"}
+
+
+@pytest.mark.parametrize("suffixes", [{".so"}, {".so", ".o"}], ids=["library", "all"])
+def test_files_that_a_crash_left_without_content_are_made_again(suffixes: set[str], tmp_path: Path) -> None:
+    code = few_sources(tmp_path, PRINT_PATH)
+    environment = {"KVRELAY_CACHE_DIR": str(tmp_path / "cache"), "KVRELAY_CPU_ISA": "portable"}
+    first, error = run(environment, code).communicate()
+    assert first, error
+    for path in (tmp_path / "cache" / "kernels").iterdir():
+        if path.suffix in suffixes:
+            path.write_bytes(b"")
+    process = run(environment, code)
+    assert (process.communicate()[0], process.returncode) == (first, 0)
+    assert Path(first.strip()).stat().st_size > 0
 
 
 def test_libraries_and_models_are_in_one_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -66,7 +83,12 @@ def test_no_compiler_means_reference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("environment", "words"),
-    [({"CC": "/bin/false"}, "failed"), ({"CC": "/missing/cc"}, "no C compiler"), ({"KVRELAY_CPU_ISA": "z80"}, "z80")],
+    [
+        ({"CC": "/bin/false"}, "failed"),
+        ({"CC": "/missing/cc"}, "no C compiler"),
+        ({"CC": 'cc "'}, "No closing"),
+        ({"KVRELAY_CPU_ISA": "z80"}, "z80"),
+    ],
 )
 def test_what_cannot_be_built_is_said(environment: dict[str, str], words: str, tmp_path: Path) -> None:
     process = run({"KVRELAY_CACHE_DIR": str(tmp_path), **environment})

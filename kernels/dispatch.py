@@ -83,6 +83,7 @@ def select(name: str = "auto", device: str = "cpu") -> Ops:
     """The ops of backend `name` for memory on `device` ("cpu" or "cuda").
 
     "auto" takes the first of `BACKENDS` that can run here and says so once; in Triton's interpreter never triton.
+    Raises ValueError for an unknown name, BackendUnavailable with the reason if a named backend cannot run here.
     """
     if name == "auto":
         reasons: list[str] = []

@@ -40,7 +40,7 @@ _ALIASES = {
     "quantized": "int8_channel",
 }
 """Names of the granularities `per_tensor`, `per_token_head` and `per_channel` (of keys), and those of torch."""
-_PAIRS = {"k16v4": (None, "int4"), "k8v4": ("int8_channel", "int4")}
+_PAIRS = {"k16v4": ("auto", "int4"), "k8v4": ("int8_channel", "int4")}
 
 
 def _up(value: int, align: int) -> int:
@@ -60,6 +60,11 @@ class LayerLayout:
     v_scales: int
     tail_k: int
     tail_v: int
+
+    def check_scales(self, given: bool) -> None:
+        """Raises ValueError if a format of this layer has scales that outlive a page, and none are given."""
+        if not given and any(formats.load(name).outlives_page for name in (self.k_format, self.v_format)):
+            raise ValueError(f"{self.k_format}/{self.v_format} needs scales that outlive a page; give kv_scales_path")
 
 
 @dataclass(frozen=True)
@@ -117,17 +122,17 @@ def parse_kv_cache_dtype(
 
     "auto" is the compute dtype. Raises ValueError that names the value and the known formats.
     """
+    both = [_format(side, compute, more=_PAIRS) for side in _PAIRS.get(name, (name, name))]
+    return both[0] if k is None else _format(k, compute), both[1] if v is None else _format(v, compute)
 
-    def one(value: str) -> str:
-        known = _ALIASES.get(compute, compute) if value == "auto" else _ALIASES.get(value, value)
-        if known not in formats.names():
-            choices = ", ".join(("auto", *formats.names(), *(_PAIRS if value is name else ())))
-            raise ValueError(f"there is no KV format {value!r}; choose one of {choices}")
-        return formats.load(known).name
 
-    both = _PAIRS.get(name, (name, name))
-    k_name, v_name = both[0] or "auto" if k is None else k, both[1] if v is None else v
-    return one(k_name), one(v_name)
+def _format(value: str, compute: str, more: Iterable[str] = ()) -> str:
+    """The format that `value` names. ValueError lists all formats, and `more`."""
+    known = _ALIASES.get(compute, compute) if value == "auto" else _ALIASES.get(value, value)
+    if known not in formats.names():
+        choices = ", ".join(("auto", *formats.names(), *more))
+        raise ValueError(f"there is no KV format {value!r}; choose one of {choices}")
+    return known
 
 
 def parse_skip_layers(items: Iterable[str | int], layers: int) -> tuple[int, ...]:

@@ -55,16 +55,12 @@ def layers(layout: PageLayout) -> ctypes.Array[Layer]:
     """All layers of a layout as one C array. Kept by identity: hashing a layout costs more than an attention call."""
     found = _layers.get(id(layout))
     if found is None:
-        found = _layers[id(layout)] = (layout, (Layer * layout.layers)(*map(_layer, _each(layout))))
+        each = (_layer(layout, index) for index in range(layout.layers))
+        found = _layers[id(layout)] = (layout, (Layer * layout.layers)(*each))
     return found[1]
 
 
-def _each(layout: PageLayout) -> list[tuple[PageLayout, int]]:
-    return [(layout, index) for index in range(layout.layers)]
-
-
-def _layer(which: tuple[PageLayout, int]) -> Layer:
-    layout, index = which
+def _layer(layout: PageLayout, index: int) -> Layer:
     place, shape = layout.layer(index), layout.shape
     k_sizes = formats.load(place.k_format).sizes_k(shape)
     v_sizes = formats.load(place.v_format).sizes_v(shape)
@@ -96,11 +92,8 @@ def _side(name: str, scaling: int, codes: int, scales: int, sizes: Sizes, heads:
 
 def layer_scales(layout: PageLayout, layer: int, scales: torch.Tensor | None) -> int | None:
     """Address of the K and V scale of one layer in fp32 [layers, 2], or None. ValueError if a format needs them."""
+    layout.layer(layer).check_scales(scales is not None)
     if scales is None:
-        if layout.needs_scales and layer not in layout.skip_layers:
-            raise ValueError(
-                f"{layout.k_format}/{layout.v_format} needs scales that outlive a page; give kv_scales_path"
-            )
         return None
     if scales.dtype != torch.float32 or scales.shape != (layout.layers, 2) or not scales.is_contiguous():
         raise ValueError(f"scales must be contiguous fp32 [{layout.layers}, 2]")

@@ -60,9 +60,8 @@ def seal_tails(
     slots, ids = geometry.ids(slots), geometry.ids(block_ids)
     if slots.numel() != ids.numel():
         raise ValueError("as many slots as pages")
-    kept = [layer for layer in range(layout.layers) if layer not in layout.skip_layers]
-    if kept:
-        geometry.layer_scales(layout, kept[0], scales)
+    quantised = next((layer for layer in range(layout.layers) if layer not in layout.skip_layers), 0)
+    layout.layer(quantised).check_scales(scales is not None)
     build.load().kv_seal_tails(
         geometry.layers(layout),
         ctypes.c_int64(layout.layers),
@@ -71,7 +70,5 @@ def seal_tails(
         ctypes.c_void_p(slots.data_ptr()),
         ctypes.c_void_p(ids.data_ptr()),
         ctypes.c_int64(ids.numel()),
-        ctypes.c_void_p(
-            None if scales is None and not layout.needs_scales else geometry.layer_scales(layout, 0, scales)
-        ),
+        ctypes.c_void_p(geometry.layer_scales(layout, 0, scales)),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.layout import PageLayout
 from kernels.reference.gather import copy_pages
 from kernels.triton._codes import half_scale
-from kernels.triton._formats import TORCH_TYPES, constants, side
+from kernels.triton._formats import TORCH_TYPES, constants
 from kernels.triton._keys import key_half, load_keys
 from kernels.triton._values import load_values, value_half
 
@@ -74,9 +74,7 @@ def gather(
 ) -> tuple[Tensor, Tensor]:
     """The contract of `kernels.reference.gather`, for fp32, fp16 and bf16 results."""
     place = layout.layer(layer)
-    grains = (side(place.k_format, keys=True).granularity, side(place.v_format, keys=False).granularity)
-    if scales is None and 2 in grains:
-        raise ValueError(f"{place.k_format}/{place.v_format} needs scales that outlive a page; give kv_scales_path")
+    place.check_scales(scales is not None)
     shape = (block_ids.numel() * layout.block_size, layout.kv_heads, layout.head_dim)
     k = torch.empty(shape, dtype=dtype or TORCH_TYPES[layout.tail_format], device=pages.device)
     v = torch.empty_like(k)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.layout import PageLayout
 from kernels.reference._pages import tail_views
 from kernels.triton._codes import encode8, four_bit_code, four_bit_range, half_up
-from kernels.triton._formats import constants, side
+from kernels.triton._formats import constants
 
 
 @triton.jit
@@ -197,9 +197,7 @@ def _launch(
     scales: Tensor | None,
 ) -> None:  # fmt: skip
     place = layout.layer(layer)
-    grains = (side(place.k_format, keys=True).granularity, side(place.v_format, keys=False).granularity)
-    if scales is None and 2 in grains:
-        raise ValueError(f"{place.k_format}/{place.v_format} needs scales that outlive a page; give kv_scales_path")
+    place.check_scales(scales is not None)
     if not block_ids.numel():
         return
     block_ids = block_ids.to(pages.device)

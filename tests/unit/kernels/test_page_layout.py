@@ -75,6 +75,16 @@ def test_names_of_kv_cache_dtype(names: tuple[str, ...], want: tuple[str, str]) 
     assert parse_kv_cache_dtype(*names) == want
 
 
+@pytest.mark.parametrize(
+    ("names", "wrong", "pairs"),
+    [(("int9",), "int9", True), (("int9", "int8", "int8"), "int9", True), (("auto", "k8v4"), "k8v4", False)],
+)
+def test_a_wrong_name_is_refused_with_the_right_ones(names: tuple[str, ...], wrong: str, pairs: bool) -> None:
+    with pytest.raises(ValueError, match=f"no KV format '{wrong}'; choose one of auto, .*int8_channel") as caught:
+        parse_kv_cache_dtype(*names)
+    assert ("k16v4" in str(caught.value)) == pairs
+
+
 def test_skip_layers_by_index_first_and_last() -> None:
     assert parse_skip_layers(["first:2", "last:1", 5, "7"], 30) == (0, 1, 5, 7, 29)
     assert parse_skip_layers([], 30) == () and parse_skip_layers(["first:0"], 30) == ()

@@ -35,6 +35,15 @@ class Shape:
         return self.block_size * self.kv_heads * self.head_dim
 
 
+def torch_type(name: str) -> dtype:
+    """The element type `torch.<name>`; looked up late, since geometry needs no torch."""
+    import torch
+
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 class Format(ABC):
     """One KV format. `scale` arguments are the per-tensor scale of formats with `outlives_page`; others ignore them."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from kernels.formats._base import torch_type
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -71,11 +73,7 @@ class Fp8Code:
     @property
     def dtype(self) -> torch.dtype:
         """The torch element type."""
-        import torch
-
-        found = getattr(torch, self._torch_name)
-        assert isinstance(found, torch.dtype)
-        return found
+        return torch_type(self._torch_name)
 
     def encode(self, ratio: Tensor) -> Tensor:
         import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernels.formats._base import Format, Shape, Sizes
+from kernels.formats._base import Format, Shape, Sizes, torch_type
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +25,7 @@ class Raw(Format):
     @property
     def dtype(self) -> torch.dtype:
         """The torch element type."""
-        import torch
-
-        found = getattr(torch, self._torch_name)
-        assert isinstance(found, torch.dtype)
-        return found
+        return torch_type(self._torch_name)
 
     def sizes_k(self, shape: Shape) -> Sizes:
         return Sizes(shape.elements * self._width, 0)

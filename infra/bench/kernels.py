@@ -89,9 +89,9 @@ def cpu_seconds(run: Callable[[], object], threads: int, budget_s: float = 0.5) 
 
 
 def torch_seconds(run: Callable[[], object], threads: int, budget_s: float = 0.5) -> float:
-    """Best of one thread and `threads`."""
+    """Best of one thread and `threads`, which are set afterwards."""
     found = []
-    for number in {1, threads}:
+    for number in sorted({1, threads}):
         torch.set_num_threads(number)
         found.append(report.best_seconds(run, budget_s=budget_s))
     return min(found)

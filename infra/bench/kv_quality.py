@@ -30,6 +30,7 @@ from shared.models.files import ModelFiles, prepare
 from shared.models.kv_step import KVStep
 from shared.models.tokenizer import Tokenizer
 from shared.models.transformer import Transformer
+from shared.pool.layout import TAIL_FORMATS
 
 FORMATS = (
     "fp32", "fp16", "int8_channel", "int8", "fp8_e4m3", "fp8_e5m2", "int8_per_tensor", "fp8_per_tensor",
@@ -37,7 +38,6 @@ FORMATS = (
 )  # fmt: skip
 SKIPPED = ("first:2", "last:2")
 """What `+skip` keeps in the compute dtype."""
-TAIL_FORMAT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 CALIBRATION_TOKENS = 4096
 
 
@@ -57,7 +57,7 @@ def corpus() -> str:
 
 def layout_of(name: str, files: ModelFiles, block_size: int) -> PageLayout:
     """`name` is a KV format, or a pair `K/V`, with `+skip` behind it for `SKIPPED`."""
-    config, tail = files.config, TAIL_FORMAT[files.dtype]
+    config, tail = files.config, TAIL_FORMATS[files.dtype]
     base, _, skip = name.partition("+")
     k, _, v = base.partition("/")
     k_format, v_format = parse_kv_cache_dtype(k, v=v or None, compute=tail)
@@ -101,6 +101,7 @@ def windows(ids: list[int], context: int, tokens: int) -> Iterator[torch.Tensor]
 
 
 def scales_of(model: Transformer, files: ModelFiles, layout: PageLayout, ids: list[int]) -> torch.Tensor | None:
+    """float32 [layers, 2] learned from `ids`, or None for formats that keep their scales in the page."""
     if not layout.needs_scales:
         return None
     return PoolScales(calibrate(model, files.identity, [ids], layout), layout).tensor
@@ -145,7 +146,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="float32", choices=sorted(TAIL_FORMAT), help="compute dtype")
+    parser.add_argument("--dtype", default="float32", choices=sorted(TAIL_FORMATS), help="compute dtype")
     parser.add_argument("--tokens", type=int, default=20_480)
     parser.add_argument("--context", type=int, default=1024, help="tokens of each window, a multiple of the block size")
     parser.add_argument("--block-size", type=int, default=16)

@@ -9,17 +9,18 @@ from kernels.layout import PageLayout, page_layout, parse_kv_cache_dtype
 from shared.models.config import ModelConfig
 from shared.models.kv_step import KVStep
 from shared.models.transformer import Transformer
-
-TAIL_FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+from shared.pool.layout import TAIL_FORMATS
 
 
 def layout_of(config: ModelConfig, dtype: str, kv_cache_dtype: str = "auto", block_size: int = 16) -> PageLayout:
+    """Pages for this model computing in `dtype` (torch's name), by any name of `kv_cache_dtype`."""
     tail = TAIL_FORMATS[dtype]
     k, v = parse_kv_cache_dtype(kv_cache_dtype, compute=tail)
     return page_layout(k, v, block_size, config.layers, config.kv_heads, config.head_dim, tail_format=tail)
 
 
 def ints(values: list[int]) -> torch.Tensor:
+    """int32, as tables and lengths are."""
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -32,7 +33,8 @@ class PagedRun:
         self.pages = torch.zeros(sequences * self.per_sequence, layout.page_bytes, dtype=torch.uint8)
         self.tails = torch.zeros(sequences, layout.tail_bytes, dtype=torch.uint8)
         self.lengths = [0] * sequences
-        self.scales: torch.Tensor | None = None  # fp32 [layers, 2], for formats whose scale outlives a page
+        self.scales: torch.Tensor | None = None
+        """fp32 [layers, 2], for formats whose scale outlives a page"""
 
     def _table(self, sequence: int) -> torch.Tensor:
         first = sequence * self.per_sequence

@@ -35,22 +35,23 @@ class Server:
 
 
 def free_port() -> int:
+    """A port of the loopback that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def environment(folder: Path, packages: list[str], remove: list[str]) -> Path:
-    """A virtual environment with `packages`, made once; returns its bin folder."""
+    """A virtual environment with `packages` less those to `remove`, made once for each list; returns its bin folder."""
     binaries = folder / "bin"
-    done = folder / ".installed"
-    if not done.exists():
+    done, wanted = folder / ".installed", "\n".join([*packages, *(f"not {name}" for name in remove)])
+    if not done.exists() or done.read_text() != wanted:
         print(f"installing {', '.join(packages)} into {folder}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         subprocess.run([str(binaries / "pip"), "install", "-q", *packages], check=True)
         if remove:
             subprocess.run([str(binaries / "pip"), "uninstall", "-q", "-y", *remove], check=True)
-        done.touch()
+        done.write_text(wanted)
     return binaries
 
 

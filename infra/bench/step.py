@@ -36,6 +36,7 @@ def timed(action: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 
 def decode(model: Transformer, dtype: str, kv: str, sequences: int, context: int, repeats: int) -> tuple[float, float]:
+    """Wall and CPU seconds of one step of `sequences`, each with `context` tokens behind it."""
     run = PagedRun(model, layout_of(model.config, dtype, kv), sequences, context + 16)
     run.pages = memory(*run.pages.shape)  # what was never written would be read from one page of zeros
     rows = list(range(sequences))
@@ -48,6 +49,7 @@ def decode(model: Transformer, dtype: str, kv: str, sequences: int, context: int
 
 
 def prefill(model: Transformer, dtype: str, kv: str, tokens: int, chunk: int) -> tuple[float, float]:
+    """Wall and CPU seconds of a prompt of `tokens` random tokens, `chunk` in one pass."""
     run = PagedRun(model, layout_of(model.config, dtype, kv), 1, tokens)
     prompt = torch.randint(0, model.config.vocab_size, (tokens,)).tolist()
 

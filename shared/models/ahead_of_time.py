@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from kernels.attention import Batch, SharedPrefix
@@ -57,6 +56,6 @@ def run_decode_steps(
 
 
 def _no_groups(rows: int) -> SharedPrefix:
-    nothing = torch.from_numpy(np.zeros(rows + 1, np.int32))
+    nothing = torch.zeros(rows + 1, dtype=torch.int32)
     groups = rows // 2
     return SharedPrefix(nothing[:rows], nothing[: groups + 1], nothing[:groups], nothing[:rows], min(MEMBERS, rows))

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from shared.errors import Misconfigured
 from shared.models import convert, gguf_tokenizer, special_tokens
 from shared.models.config import ModelConfig, SpecialTokens
-from shared.models.files import PACKED, TOKENIZER, WEIGHTS, Progress
+from shared.models.files import PACKED, TOKENIZER, WEIGHTS
 from shared.models.gguf import GgufSource
+from shared.models.identity import Progress
 from shared.models.safetensors_folder import FolderSource
 from shared.models.weight_file import file_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,11 @@ from shared.errors import Misconfigured
 from shared.models.architecture import Part, Target, targets
 from shared.models.config import ModelConfig
 from shared.models.gguf import PACKED_BLOCKS, GgufSource
+from shared.models.identity import Progress
 from shared.models.safetensors_folder import FolderSource
 from shared.models.weight_file import TensorSpec, WeightWriter
 
 Source = GgufSource | FolderSource
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how many bytes of how many are written."""
 
 STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 PIECE = 4 << 20  # weights converted at once: 16 MiB in float32

@@ -13,14 +13,14 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import Misconfigured
 from shared.models.catalogue import DEFAULT, MANIFEST, cache_root, resolve
 from shared.models.config import ModelConfig, SpecialTokens
-from shared.models.identity import CONVERTER_VERSION, identify, remembered
+from shared.models.identity import CONVERTER_VERSION, Progress, identify, remembered
 
 SOURCES = "sources"
 WEIGHTS, PACKED, TOKENIZER = "weights.safetensors", "packed.safetensors", "tokenizer.json"
@@ -35,8 +35,6 @@ DTYPES = {
     "float": "float32",
     "auto": "bfloat16",
 }
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how many bytes of how many are done."""
 
 
 @dataclasses.dataclass(frozen=True)

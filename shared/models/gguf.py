@@ -74,7 +74,7 @@ class GgufSource:
             head_dim=head_dim,
             hidden_size=hidden,
             ffn_size=fields.integer(key + "feed_forward_length"),
-            vocab_size=self._shape("token_embd.weight")[0],
+            vocab_size=self.shape("token_embd.weight")[0],
             rms_eps=fields.number(key + "attention.layer_norm_rms_epsilon"),
             context_length=fields.integer(key + "context_length"),
             rope=self._rope(key, head_dim),
@@ -116,7 +116,7 @@ class GgufSource:
         raise Misconfigured(f"{self.path}: rope scaling {kind!r} is not supported")
 
     def _factors(self, name: str, head_dim: int) -> tuple[float, ...]:
-        if self._shape(name) != (head_dim // 2,):
+        if self.shape(name) != (head_dim // 2,):
             raise Misconfigured(f"{self.path}: tensor {name!r} must hold {head_dim // 2} factors")
         return tuple(float(value) for value in self._tensors[name].data)
 
@@ -130,14 +130,17 @@ class GgufSource:
         return set(self._tensors) - set(_IGNORED)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shape(name)
+        """[rows, columns] or [rows], as torch counts. Misconfigured if there is no such tensor."""
+        if name not in self._tensors:
+            raise Misconfigured(f"{self.path}: tensor {name!r} is missing")
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def kind(self, name: str) -> str:
-        """The GGUF type of a tensor, such as `Q4_1`. Misconfigured if nothing here can read it."""
+        """The GGUF type of a tensor, such as `Q4_1`."""
         return str(self._tensors[name].tensor_type.name)
 
     def read(self, part: Part, start: int, stop: int) -> np.ndarray:
-        """float32 rows `start:stop` of `part`, dequantised."""
+        """float32 rows `start:stop` of `part`, dequantised. Misconfigured for a type the gguf package cannot read."""
         tensor, rows = self._tensors[part.gguf], self._rows(part, start, stop)
         kind = tensor.tensor_type
         if kind.name in _DENSE and kind.name != "BF16":
@@ -156,11 +159,6 @@ class GgufSource:
         tensor = self._tensors[part.gguf]
         raw = np.ascontiguousarray(tensor.data[self._rows(part, start, stop)])
         return raw.reshape(stop - start, -1, PACKED_BLOCKS[tensor.tensor_type.name])
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._tensors:
-            raise Misconfigured(f"{self.path}: tensor {name!r} is missing")
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def _rows(self, part: Part, start: int, stop: int) -> np.ndarray | slice:
         """Where rows `start:stop`, counted in halves order, lie in the file."""

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from shared.models.safetensors_folder import METADATA, weight_files
 
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, and how many bytes of how many are done."""
+
 # Part of the identity: a changed meaning of the converted files makes new ones, and old pages can never be hit.
 CONVERTER_VERSION = 1
 _PIECE = 8 << 20
@@ -23,7 +26,7 @@ def source_files(path: Path) -> list[Path]:
     return [path / name for name in METADATA if (path / name).exists()] + weight_files(path)
 
 
-def identify(path: Path, records: Path, progress: Callable[[str, int, int], None]) -> str:
+def identify(path: Path, records: Path, progress: Progress) -> str:
     """Hex identity of the model at `path`.
 
     Hashing is remembered in the folder `records` under the files' sizes, times and inodes, so that it happens once.
@@ -54,7 +57,7 @@ def _stamp(files: list[Path]) -> list[list[str | int]]:
     return [[str(file), of.st_size, of.st_mtime_ns, of.st_ctime_ns, of.st_ino, of.st_dev] for file, of in found]
 
 
-def _hash(files: list[Path], named: bool, progress: Callable[[str, int, int], None]) -> str:
+def _hash(files: list[Path], named: bool, progress: Progress) -> str:
     total, done = sum(file.stat().st_size for file in files), 0
     whole = hashlib.blake2b(b"kvrelay model %d" % CONVERTER_VERSION, digest_size=16)
     for file in files:

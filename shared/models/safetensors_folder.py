@@ -90,7 +90,7 @@ class FolderSource:
         return self._readers[name].specs[name].dtype
 
     def read(self, part: Part, start: int, stop: int) -> np.ndarray:
-        """float32 rows `start:stop` of `part`."""
+        """float32 rows `start:stop` of `part`. Misconfigured for a type other than F32, F16 and BF16."""
         reader = self._readers[part.hf]
         rows = reader.tensor(part.hf)[start:stop]
         if reader.specs[part.hf].dtype == "BF16":

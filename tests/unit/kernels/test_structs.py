@@ -19,7 +19,7 @@ SHARED = [
     (step.CLayer, "kv_decoder_layer", "step.h"),
     (step.CModel, "kv_model", "step.h"),
     (step.CStep, "kv_step", "step.h"),
-    (attend.Decode, "kv_decode", "attend.c"),
+    (attend.Decode, "kv_decode", "attend_job.h"),
     (prefill.PrefillCall, "kv_prefill_call", "prefill.c"),
     (seal.SealCall, "kv_seal_call", "seal.c"),
     (gather.GatherCall, "kv_gather_call", "gather.c"),

@@ -20,6 +20,20 @@ def test_numbers_align_right_and_text_left() -> None:
     assert report.table([]) == "(nothing measured)"
 
 
+def test_the_best_is_the_tenth_percentile_of_what_fits_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, durations = 0.0, iter([9.0, *map(float, range(20, 0, -1)), 100.0])  # the first one warms up
+
+    def run() -> None:
+        nonlocal now
+        now += next(durations)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(report.time, "perf_counter", lambda: now)
+        assert report.best_seconds(run, budget_s=210.0) == 3.0
+        now, durations = 0.0, iter([0.0, 5.0, 1.0, 4.0, 3.0, 2.0])
+        assert report.best_seconds(run, budget_s=0.0, least=5) == 1.0
+
+
 def test_json_carries_the_machine_and_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
     report.show("speed", [{"n": 1}], as_json=True, notes={"threads": 2})
     found = json.loads(capsys.readouterr().out)

@@ -119,6 +119,15 @@ def test_lesser_instruction_sets(isa: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_a_weight_that_vectors_cannot_load_is_refused() -> None:
+    packed, _ = weight("q4", 64, 64)
+    room = torch.empty(packed.data.numel() + 128, dtype=torch.uint8)
+    start = -room.data_ptr() % 64 + 16
+    shifted = room[start : start + packed.data.numel()].view(packed.data.shape)
+    with pytest.raises(ValueError, match="misaligned"):
+        PackedLinear(packed.format, 64, 64, shifted).struct()
+
+
 def test_wrong_shape_is_refused() -> None:
     packed, _ = weight("q4", 64, 64)
     with pytest.raises(ValueError, match="64x128"):

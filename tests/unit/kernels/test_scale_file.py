@@ -22,6 +22,15 @@ def test_what_is_written_is_read(tmp_path: Path, suffix: str) -> None:
     assert [left.name for left in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, suffix: str) -> None:
+    taken = tmp_path / f"scales.{suffix}"
+    taken.mkdir()
+    with pytest.raises(IsADirectoryError):
+        write(taken, GOOD)
+    assert list(tmp_path.iterdir()) == [taken]
+
+
 def test_the_numbers_make_the_content_whatever_the_container(tmp_path: Path) -> None:
     for suffix in ("json", "safetensors"):
         write(tmp_path / f"scales.{suffix}", GOOD)

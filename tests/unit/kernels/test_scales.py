@@ -32,6 +32,24 @@ def test_zeros_first_then_outliers_never_clips(policy: str) -> None:
     assert torch.allclose(calibrator.scales(), torch.tensor([50 / 127, 100 / 448]).expand(3, 2))
 
 
+def test_the_peak_itself_never_clips() -> None:
+    """Division rounds: a peak over the top, times the top, can be less than the peak."""
+    layout = page_layout("int8_per_tensor", "fp8_e4m3_per_tensor", 16, 400, 1, 64)
+    calibrator, peaks = Calibrator(layout), torch.rand(400) + 0.5
+    for layer, peak in enumerate(peaks):
+        calibrator.observe(layer, peak[None], -peak[None])
+    tops = torch.tensor([top(layout.k_format), top(layout.v_format)])
+    assert ((peaks[:, None] / tops) * tops < peaks[:, None]).any(), "this would not be seen"
+    assert (calibrator.scales() * tops >= peaks[:, None]).all()
+
+
+def test_zeros_make_no_peak_forgotten() -> None:
+    calibrator = Calibrator(page_layout("int8_per_tensor", "int8_per_tensor", 16, 1, 1, 64), "smoothed_max", gamma=0.5)
+    for x in (torch.ones(4), torch.zeros(4)):
+        calibrator.observe(0, x, x)
+    assert calibrator.scales().tolist() == [[pytest.approx(1 / 127)] * 2]
+
+
 def test_smoothed_max_forgets_and_max_does_not() -> None:
     found = {}
     for policy in ("max", "smoothed_max"):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from infra.bench import paged_run
+from kernels.dispatch import select
 from kernels.layout import PageLayout
 from kernels.scale_file import ScaleFile
 from kernels.scales import PoolScales
@@ -68,6 +70,17 @@ def test_what_was_seen_last_never_clips_and_sides_are_apart(
             assert found.k_scale[layer] == pytest.approx(top_k / 127)
             assert found.v_scale[layer] == pytest.approx(top_v / 448)
         assert found.k_scale[layer] != found.v_scale[layer]
+
+
+def test_scales_are_those_of_what_lies_in_the_pages(model: tuple[ModelFiles, Transformer]) -> None:
+    tokens, raw = list(range(3, 67)), paged_run.layout_of(model[0].config, "float32")
+    found = learn(model, [tokens], pages(model, kv_cache_dtype="int8_per_tensor"))
+    run = paged_run.PagedRun(model[1], raw, sequences=1, length=len(tokens))
+    run.prefill(0, tokens)
+    for layer in range(raw.layers):
+        k, v = select("reference").gather(run.pages, raw, layer, torch.arange(4, dtype=torch.int32))
+        assert found.k_scale[layer] == pytest.approx(float(k.abs().max()) / 127)
+        assert found.v_scale[layer] == pytest.approx(float(v.abs().max()) / 127)
 
 
 def test_one_token_is_enough_and_more_than_the_context_is_cut(model: tuple[ModelFiles, Transformer]) -> None:

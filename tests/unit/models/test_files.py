@@ -99,6 +99,13 @@ def test_folder_identity_covers_tokenizer_and_template(tmp_path: Path, cache: Pa
     (folder / "README.md").write_text("no part of the model")
     seen.add(prepare(str(folder)).identity)
     assert len(seen) == 3
+    (folder / "chat_template.jinja").unlink()
+    mapped = folder / "special_tokens_map.json"
+    mapped.write_text("{}")
+    seen.add(prepare(str(folder)).identity)
+    mapped.rename(folder / "chat_template.json")  # the same bytes in another role
+    seen.add(prepare(str(folder)).identity)
+    assert len(seen) == 5
 
 
 def test_two_processes_convert_once(cache: Path, model: Path) -> None:

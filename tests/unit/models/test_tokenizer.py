@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -200,6 +201,14 @@ def test_sentence_piece_equals_its_algorithm(sentence_piece: Tokenizer, text: st
     ids = sentence_piece.encode(text)
     assert ids == [1, *sentence_piece_encode(text)]
     assert sentence_piece.decode(ids) == text
+
+
+def test_ways_to_a_piece_are_tried_in_the_order_of_their_parts() -> None:
+    metadata = {"model": "llama", "tokens": ["<unk>", "abc", "ab", "bc", "a", "b", "c"], "token_type": [2, *[1] * 6],
+                "scores": [0.0, -1.0, -2.0, -3.0, -4.0, -5.0, -6.0]}  # fmt: skip
+    built = build(Fields("a file", {f"tokenizer.ggml.{name}": of for name, of in metadata.items()}))
+    merges = json.loads(built.to_str())["model"]["merges"]
+    assert merges == [["ab", "c"], ["a", "bc"], ["a", "b"], ["b", "c"]]
 
 
 def test_sentence_piece_details(sentence_piece: Tokenizer) -> None:

@@ -43,19 +43,23 @@ INLINE void tile_scores(const int bf16, const int rows, const int wide, int dept
         for (int j = 0; j < wide; j++) v_store(out + r * out_stride + 16 * j, sum[r][j]);
 }
 
-/* o[row] = o[row] * keep[row] + p[row] . V over `depth` words of p, for 16 * wide channels. */
+/* o[row] = o[row] * keep[row] + p[row] . V over `depth` words of p, for 16 * wide channels. The new sums are taken apart, so
+ * that rounding does not grow with what is in o already. */
 INLINE void tile_values(const int bf16, const int rows, const int wide, int depth, const void *p, int64_t p_stride,
                         const uint8_t *v, int64_t row_bytes, const float *keep, float *o, int64_t o_stride) {
     (void)bf16;
     v16 sum[TILE_ROWS][TILE_WIDE];
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < wide; j++) sum[r][j] = v_mul(v_load(o + r * o_stride + 16 * j), v_set(keep[r]));
+        for (int j = 0; j < wide; j++) sum[r][j] = v_set(0.0f);
     for (int64_t t = 0; t < depth; t++)
         for (int r = 0; r < rows; r++)
             for (int j = 0; j < wide; j++)
                 sum[r][j] = MULTIPLY(bf16, p, r * p_stride + t, v + t * row_bytes + j * 64, sum[r][j]);
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < wide; j++) v_store(o + r * o_stride + 16 * j, sum[r][j]);
+        for (int j = 0; j < wide; j++) {
+            float *to = o + r * o_stride + 16 * j;
+            v_store(to, v_fma(v_load(to), v_set(keep[r]), sum[r][j]));
+        }
 }
 
 /* bf16 of a in the low and of b in the high half of each word. */

@@ -202,17 +202,16 @@ def test_decode_and_prompt_kernels_agree(length: int) -> None:
     assert torch.allclose(both[1:], attend(select("cpu"), q[1:], case, case.alone(0)), atol=EXACT, rtol=0)
 
 
+@pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("name", ["fp32", "int8_channel", "int4"])
-def test_the_error_does_not_grow_with_the_context(name: str) -> None:
+def test_the_error_does_not_grow_with_the_context(name: str, queries: int) -> None:
     layout = page_layout(name, name, 16, 1, 1, 64, tail_format="fp32")
     errors = []
     for length in (1024, 32768):
         case = kv_cases.build(layout, [length], ops=select("cpu"))
-        q = query(1, 3, 64)
-        errors.append(
-            float((attend(select("cpu"), q, case, case.batch).double() - oracle(q, case, case.batch)).abs().max())
-        )
-    assert errors[1] <= max(2 * errors[0], 1e-6)
+        q, batch = query(queries, 3, 64), case.alone(0, queries)
+        errors.append(float((attend(select("cpu"), q, case, batch).double() - oracle(q, case, batch)).abs().max()))
+    assert errors[1] <= max(2 * errors[0], 4e-6)  # eight roundings of an element
 
 
 def test_a_mixed_batch_of_chunks_and_single_queries() -> None:

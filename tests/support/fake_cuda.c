@@ -1,5 +1,5 @@
 /* A CUDA driver whose device memory is files in $FAKE_CUDA_DIR: enough of it for pools, their handles between processes
- * and copies. Built as libcuda.so.1 by tests/support/fake_cuda.py.
+ * and copies (fake_cuda_copies.c). Built as libcuda.so.1 by tests/support/fake_cuda.py.
  *
  * Like the real one it refuses to open a handle in the process that exported it, or once that has ended; keeps memory
  * for as long as any process has it; does nothing before cuInit or without a current context; knows which GPU a pointer
@@ -8,11 +8,11 @@
  *
  * $FAKE_CUDA_FAIL: `copy` refuses the second asynchronous copy, `wait` loses the device at the first wait, `pin`
  * refuses to page-lock. */
+#include "fake_cuda.h"
+
 #include <dirent.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <signal.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,27 +21,18 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_CONTEXT = 201, LOST = 700, PEER_ENABLED = 704,
-       NOT_PERMITTED = 800 };
-enum { DEVICES = 2, LIMIT = 64 << 20, MOST = 256 };
-
 typedef struct { char name[64]; } Handle;
 typedef struct { uint64_t at; size_t size; int device, file, exported; char name[64]; } Memory;
-typedef struct Copy { struct Copy *next; char *to; const char *from; char *staged; size_t size; } Copy;
-typedef struct { int device; Copy *copies; } Stream;
-typedef struct { int device; Stream *after; } Event;
 
-static int started, count, registered, asked;
-static int contexts[DEVICES], peers[DEVICES][DEVICES];
+int contexts[DEVICES];
+static int started, count, peers[DEVICES][DEVICES];
 static __thread int *current;
 static Memory held[MOST];
-static struct { const char *at; size_t size; } pinned[MOST];
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static int ready(void) { return !started ? NOT_INITIALIZED : !current ? NO_CONTEXT : OK; }
-static int here(void) { return (int)(current - contexts); }
+int ready(void) { return !started ? NOT_INITIALIZED : !current ? NO_CONTEXT : OK; }
+int here(void) { return (int)(current - contexts); }
 
-static int told(const char *what)
+int told(const char *what)
 {
     const char *fault = getenv("FAKE_CUDA_FAIL");
     return fault && !strcmp(fault, what);
@@ -61,11 +52,13 @@ static Memory *find(uint64_t at, size_t size)
     return NULL;
 }
 
-static int on(int device, uint64_t at, size_t size)
+int on(int device, uint64_t at, size_t size)
 {
     Memory *found = find(at, size);
     return found && found->device == device;
 }
+
+int is_host(const void *at, size_t size) { return !find((uint64_t)at, size); }
 
 /* A lock on the file says that this process has the memory; the kernel drops it with the process. */
 static int map(uint64_t *at, const char *name, int device, int exported)
@@ -206,114 +199,3 @@ int cuIpcOpenMemHandle_v2(uint64_t *at, Handle handle, unsigned flags)
 }
 
 int cuIpcCloseMemHandle(uint64_t at) { return unmap(at, 1); }
-
-/* --- host memory --- */
-
-int cuMemHostRegister_v2(void *at, size_t size, unsigned flags)
-{
-    if (ready() || flags != 1 || registered == MOST || told("pin"))
-        return ready() ? ready() : NOT_PERMITTED;
-    pinned[registered].at = at;
-    pinned[registered++].size = size;
-    return OK;
-}
-
-int cuMemHostUnregister(void *at)
-{
-    for (int i = 0; i < registered; i++)
-        if (pinned[i].at == at)
-            return pinned[i].at = NULL, ready();
-    return INVALID;
-}
-
-static int is_pinned(const char *at, size_t size)
-{
-    for (int i = 0; i < registered; i++)
-        if (pinned[i].at && pinned[i].at <= at && at + size <= pinned[i].at + pinned[i].size)
-            return 1;
-    return 0;
-}
-
-/* --- streams --- */
-
-int cuStreamCreate(void **made, unsigned flags)
-{
-    Stream *stream = calloc(1, sizeof *stream);
-    stream->device = here();
-    *made = stream;
-    return flags == 1 ? ready() : INVALID;
-}
-
-int cuEventCreate(void **made, unsigned flags)
-{
-    Event *event = calloc(1, sizeof *event);
-    event->device = here();
-    *made = event;
-    return flags == 3 ? ready() : INVALID;
-}
-
-int cuStreamDestroy_v2(void *stream) { free(stream); return ready(); }
-int cuEventDestroy_v2(void *event) { free(event); return ready(); }
-
-static int later(Stream *stream, void *to, const void *from, size_t size, int staged)
-{
-    if (ready() || stream->device != here())
-        return ready() ? ready() : INVALID;
-    if (++asked == 2 && told("copy"))
-        return INVALID;
-    Copy *copy = calloc(1, sizeof *copy), **end = &stream->copies;
-    *copy = (Copy){NULL, to, from, NULL, size};
-    if (staged)
-        copy->from = copy->staged = memcpy(malloc(size), from, size);
-    pthread_mutex_lock(&lock);
-    while (*end)
-        end = &(*end)->next;
-    *end = copy;
-    pthread_mutex_unlock(&lock);
-    return OK;
-}
-
-int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, Stream *stream)
-{
-    return on(here(), from, size) && !find((uint64_t)to, size) ? later(stream, to, (void *)from, size, 0) : INVALID;
-}
-
-int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, Stream *stream)
-{
-    if (!on(here(), to, size) || find((uint64_t)from, size))
-        return INVALID;
-    return later(stream, (void *)to, from, size, !is_pinned(from, size));
-}
-
-int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, Stream *stream)
-{
-    int right = on(here(), to, size) && on(here(), from, size);
-    return right ? later(stream, (void *)to, (void *)from, size, 0) : INVALID;
-}
-
-int cuMemcpyPeerAsync(uint64_t to, int *there, uint64_t from, int *source, size_t size, Stream *stream)
-{
-    int right = on((int)(there - contexts), to, size) && on((int)(source - contexts), from, size) && there != source;
-    return right ? later(stream, (void *)to, (void *)from, size, 0) : INVALID;
-}
-
-int cuEventRecord(Event *event, Stream *stream)
-{
-    event->after = stream;
-    return event->device == stream->device && stream->device == here() ? ready() : INVALID;
-}
-
-int cuEventSynchronize(Event *event)
-{
-    if (ready() || told("wait"))
-        return ready() ? ready() : LOST;
-    pthread_mutex_lock(&lock);
-    for (Copy *copy; (copy = event->after->copies);) {
-        memcpy(copy->to, copy->from, copy->size);
-        event->after->copies = copy->next;
-        free(copy->staged);
-        free(copy);
-    }
-    pthread_mutex_unlock(&lock);
-    return OK;
-}

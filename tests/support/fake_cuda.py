@@ -1,4 +1,4 @@
-"""The stand-in for the NVIDIA driver, `fake_cuda.c`, for this process or for others."""
+"""The stand-in for the NVIDIA driver, `fake_cuda*.c`, for this process or for others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from shared.pool import cuda_driver
 
 ROOT = Path(__file__).parents[2]
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCES = sorted(Path(__file__).parent.glob("fake_cuda*.c"))
 
 
 def build(folder: Path) -> dict[str, str]:
@@ -23,7 +23,7 @@ def build(folder: Path) -> dict[str, str]:
     if compiler is None:
         pytest.skip("needs a C compiler")
     library = folder / "libcuda.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-pthread", "-o", library, SOURCE], check=True)
+    subprocess.run([compiler, "-shared", "-fPIC", "-pthread", "-o", library, *SOURCES], check=True)
     own = {"LD_LIBRARY_PATH": str(folder), "FAKE_CUDA_DIR": str(folder), "KVRELAY_SHM_DIR": str(folder)}
     return os.environ | own | {"PYTHONPATH": str(ROOT)}
 

@@ -4,6 +4,7 @@
 
 #if HAVE_BYTES
 #define TOP 32767.0f
+#define LEAST 1e-30f /* a query so small that all its scores are zero; TOP over less would be infinite */
 #define WORDS (KV_MAX_DIM + 32)
 
 /* Channels c .. c+31 of what a page stores per channel, in the order that saturating packs undo. */
@@ -119,7 +120,7 @@ INLINE void scores(const int kind, const int scaling, const int rows, const kv_l
             v_store(steps[r] + c + 16, x.b);
         }
         const float size = v_top(most);
-        const v16 per = v_set(size > 0.0f ? TOP / size : 0.0f);
+        const v16 per = v_set(size > LEAST ? TOP / size : 0.0f);
         step[r] = size / TOP + v_sum(bad);
         for (int c = 0; c < dim; c += 16) v_store(steps[r] + c, v_mul(v_load(steps[r] + c), per));
         if (dim % 32) v_store(steps[r] + dim, v_mul(v_load(steps[r] + dim), per));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,15 +11,16 @@ import pytest
 
 from infra.bench import gpu_check, gpu_pipeline
 from infra.bench.gpu_pipeline import Run, Wrong
+from infra.bench.report import Row
 
 
 def parts(quick: bool) -> Iterator[gpu_check.Section]:
     """One that passes, one below its target, one that is wrong and one that breaks."""
 
-    def wrong() -> list[gpu_check.Row]:
+    def wrong() -> list[Row]:
         raise Wrong("not the same", [{"case": "a"}])
 
-    def broken() -> list[gpu_check.Row]:
+    def broken() -> list[Row]:
         raise OSError("no such thing\nand more")
 
     yield gpu_check.run_section("good", lambda: [{"x": 1, "target": "met"}])
@@ -61,6 +63,22 @@ def test_what_keeps_a_machine_from_it_is_said(capsys: pytest.CaptureFixture[str]
         pytest.skip("there is a GPU here")
     assert gpu_check.main([]) == 1
     assert "gpu-check cannot run: torch" in capsys.readouterr().err
+
+
+def test_measurements_stop_at_the_limit() -> None:
+    rows: list[Row] = [{"x": 1}, {"x": 2}]
+    assert gpu_check.until(time.monotonic() + 60, iter(rows)) == rows
+    with pytest.raises(Wrong, match="limit of 600 s") as stopped:
+        gpu_check.until(time.monotonic() - 1, iter(rows))
+    assert stopped.value.rows == rows[:1]
+
+
+def test_pipelines_stop_at_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_pipeline, "LIMIT_S", 0.5)
+    started = time.monotonic()
+    with pytest.raises(Wrong, match="cuda0/cuda0/float32/auto: TimeoutError"):
+        gpu_pipeline.pipelines()
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.slow

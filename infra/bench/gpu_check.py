@@ -144,7 +144,7 @@ def until(deadline: float, rows: Iterator[Row]) -> list[Row]:
 
 
 def check(quick: bool) -> Iterator[Section]:
-    """All parts, right results first, whose own limits leave two minutes for the measurements; those stop at LIMIT_S."""
+    """All parts, right results first; their limits leave two minutes for the measurements, which stop at LIMIT_S."""
     import torch
 
     from infra.bench import gpu_sections as gpu

@@ -11,7 +11,7 @@ scale bytes, row 1 zero bytes. Each half of the channels is cut into groups of a
 low half first: 64 channels have 2 groups, 80 and 96 have 4 (32 + 8, 32 + 16 in each half), 128 has 4, 256 has 8.
 
 s = up(max((high - low) / 15, -low / 127, low / 128)) and z = round(-low / s): |decoded - x| <= s/2 and zero is exact.
-The largest s is 240: a range wider than 3,600 saturates.
+The largest s is 240: a range wider than 3,600 saturates, at the cost of all that shares its scale.
 """
 
 from __future__ import annotations

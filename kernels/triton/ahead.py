@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -20,11 +19,10 @@ from triton.compiler import ASTSource
 from kernels.layout import PageLayout
 from kernels.shared_prefix import MEMBERS
 from kernels.triton import argmax_rows, attend, gather, merge, rms_norm, rope, seal, silu_mul, tails, tuning
-from kernels.triton._formats import RAW_TYPES, constants, dot_type, side
+from kernels.triton._formats import RAW_TYPES, TORCH_TYPES, constants, dot_type, side
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Largest shared memory of one block in bytes, by compute capability (CUDA programming guide)."""
-_TYPE_NAMES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _POINTERS = {"out": "compute", "q": "compute", "k": "compute", "v": "compute", "part": "fp32", "lse": "fp32",
              "page_lse": "fp32", "scales": "fp32", "merged_lse": "fp32", "pages": "u8", "tails": "u8",
              "x": "compute", "weight": "compute", "residual": "fp32", "cos": "fp32", "sin": "fp32",
@@ -66,7 +64,6 @@ def attention(
     """
     place = layout.layer(layer)
     compute = RAW_TYPES[layout.tail_format]
-    torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[layout.tail_format]
     wanted = tuning.tile_key(layout, place, group)
     if shape is None and "TOGETHER" in extras:
         shape = tuning.together_shape(*wanted, members)
@@ -80,8 +77,8 @@ def attention(
         "BLOCK_M": shape.rows,
         "BLOCK_N": shape.tokens,
         "SPLITS": splits,
-        "K_DOT": dot_type(side(place.k_format, keys=True), torch_type, False),
-        "V_DOT": dot_type(side(place.v_format, keys=False), torch_type, False),
+        "K_DOT": dot_type(side(place.k_format, keys=True), TORCH_TYPES[layout.tail_format], False),
+        "V_DOT": dot_type(side(place.v_format, keys=False), TORCH_TYPES[layout.tail_format], False),
         "TAIL_DOT": compute,
         "CAUSAL": max_query > 1,
         **{name: name in extras for name in ("WINDOW", "SOFTCAP", "PAGE_LSE", "TOGETHER", "REST")},
@@ -159,7 +156,7 @@ def resources(
 def _type_of(name: str, compute: str) -> str:
     kind = _POINTERS.get(name)
     if kind is not None:
-        return f"*{_TYPE_NAMES[compute] if kind == 'compute' else kind}"
+        return f"*{compute if kind == 'compute' else kind}"
     if name in _INDICES:
         return "*i32"
     return "fp32" if name in _FLOATS else "i32"

@@ -227,8 +227,7 @@ def attend(
     check(batch, q, layout.kv_heads, layout.head_dim, window, page_lse)
     place = layout.layer(layer)
     k_side, v_side = side(place.k_format, keys=True), side(place.v_format, keys=False)
-    if scales is None and 2 in (k_side.granularity, v_side.granularity):
-        raise ValueError(f"{place.k_format}/{place.v_format} needs scales that outlive a page; give kv_scales_path")
+    place.check_scales(scales is not None)
     out = torch.empty_like(q) if out is None else out
     rows, q_heads, head_dim = q.shape
     group = q_heads // layout.kv_heads

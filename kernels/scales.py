@@ -74,6 +74,10 @@ def _top_or_infinity(format_name: str) -> float:
     return top(format_name) if formats.load(format_name).outlives_page else math.inf
 
 
+class CannotLearn(ValueError):
+    """Activations that no scale can be learned from."""
+
+
 class Calibrator:
     """Learns scales from activations. Batches that are all zero (padding, warm-up) teach nothing."""
 
@@ -88,18 +92,18 @@ class Calibrator:
         self._peaks = torch.zeros(layout.layers, 2)
 
     def observe(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Takes in one batch of keys and values of a layer, of any shape. Raises ValueError for NaN or infinity."""
+        """Takes in one batch of keys and values of a layer, of any shape. Raises CannotLearn for NaN or infinity."""
         for side, x in enumerate((k, v)):
             current = float(x.float().abs().max()) if x.numel() else 0.0
             if not math.isfinite(current):
-                raise ValueError(f"{SIDES[side]} of layer {layer}: activations are not finite")
+                raise CannotLearn(f"{SIDES[side]} of layer {layer}: activations are not finite")
             if current > 0:
                 self._peaks[layer, side] = max(current, self._keep * float(self._peaks[layer, side]))
 
     def scales(self) -> Tensor:
-        """fp32 [layers, 2], rounded up so that the peak itself does not clip. ValueError if a layer saw nothing."""
+        """fp32 [layers, 2], rounded up so that the peak itself does not clip. CannotLearn if a layer saw nothing."""
         for layer, side in (self._peaks == 0).nonzero().tolist():
-            raise ValueError(f"{SIDES[side]} of layer {layer} saw only zeros; calibrate on real prompts")
+            raise CannotLearn(f"{SIDES[side]} of layer {layer} saw only zeros; calibrate on real prompts")
         exact = self._peaks / self._tops
         short = exact * self._tops < self._peaks
         return torch.where(short, torch.nextafter(exact, torch.tensor(math.inf)), exact)

@@ -31,7 +31,7 @@ def calibrate(
     model: Annotated[str | None, typer.Option(help="As for up.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option(help="As for up.", show_default=False)] = None,
     policy: Annotated[
-        Literal["max", "smoothed_max"], typer.Option(help="smoothed_max forgets old peaks slowly; neither clips.")
+        Literal["max", "smoothed_max"], typer.Option(help="max: none of the prompts saturates; smoothed_max forgets old peaks slowly.")
     ] = "max",
     kv_cache_dtype: Annotated[str | None, typer.Option(help=f"Format to calibrate for ({DEFAULT_FORMAT}).")] = None,
     k_cache_dtype: Annotated[str | None, typer.Option(help="Of keys alone.", show_default=False)] = None,
@@ -89,7 +89,7 @@ def _learn(ready: ModelFiles, wanted: PrefillSettings, prompts: list[Any], polic
     model = runtime.load(ready, ready.dtype, wanted.kernels, wanted.threads or usable_cores())
     with Bar("tokens") as bar:
         return calibration.calibrate(
-            model, ready.identity, ids, pages, policy, lambda done: bar.update("calibrating", done, total)
+            model, ready.identity, ids, pages, policy, lambda what, done: bar.update(what, done, total)
         )
 
 

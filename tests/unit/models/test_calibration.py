@@ -74,13 +74,26 @@ def test_what_was_seen_last_never_clips_and_sides_are_apart(
 
 def test_scales_are_those_of_what_lies_in_the_pages(model: tuple[ModelFiles, Transformer]) -> None:
     tokens, raw = list(range(3, 67)), paged_run.layout_of(model[0].config, "float32")
-    found = learn(model, [tokens], pages(model, kv_cache_dtype="int8_per_tensor"))
+    found = learn(model, [tokens], pages(model, kv_cache_dtype="int8_per_tensor"), "smoothed_max")
     run = paged_run.PagedRun(model[1], raw, sequences=1, length=len(tokens))
     run.prefill(0, tokens)
     for layer in range(raw.layers):
         k, v = select("reference").gather(run.pages, raw, layer, torch.arange(4, dtype=torch.int32))
         assert found.k_scale[layer] == pytest.approx(float(k.abs().max()) / 127)
         assert found.v_scale[layer] == pytest.approx(float(v.abs().max()) / 127)
+
+
+@pytest.mark.parametrize("name", ["int8_per_tensor", "fp8_per_tensor"])
+def test_the_same_prompts_do_not_saturate_when_served(model: tuple[ModelFiles, Transformer], name: str) -> None:
+    """Pages in the format itself move what later layers see, beyond what was seen over pages in full precision."""
+    layout = pages(model, kv_cache_dtype=name)
+    for policy in ("max", "smoothed_max"):
+        scales = PoolScales(learn(model, PROMPTS, layout, policy), layout)
+        for chunk in (16, 48, 512):
+            for done in calibration.run_over(model[1], PROMPTS, layout, scales.tensor, scales.count, chunk):
+                assert done > 0
+        assert scales.stored > 0
+        assert (scales.clipped == 0) == (policy == "max")  # which forgets a little, and so shows what there was to mend
 
 
 def test_one_token_is_enough_and_more_than_the_context_is_cut(model: tuple[ModelFiles, Transformer]) -> None:

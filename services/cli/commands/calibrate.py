@@ -31,7 +31,7 @@ def calibrate(
     model: Annotated[str | None, typer.Option(help="As for up.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option(help="As for up.", show_default=False)] = None,
     policy: Annotated[
-        Literal["max", "smoothed_max"], typer.Option(help="max: no prompt saturates; smoothed_max forgets old peaks slowly.")
+        Literal["max", "smoothed_max"], typer.Option(help="max: no prompt saturates; smoothed_max forgets old peaks.")
     ] = "max",
     kv_cache_dtype: Annotated[str | None, typer.Option(help=f"Format to calibrate for ({DEFAULT_FORMAT}).")] = None,
     k_cache_dtype: Annotated[str | None, typer.Option(help="Of keys alone.", show_default=False)] = None,

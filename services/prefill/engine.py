@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -62,6 +63,7 @@ class PrefillEngine:
         self._turns = RoundRobin()
         self._samplers: dict[Key, Sampler] = {}
         self._memory: Memory | None = None
+        self._finite: torch.Tensor | None = None
 
     def map(self, memory: Memory | None) -> None:
         """Works on `memory` from now on, or on none until the next call; prompts of the memory before are stale."""
@@ -95,16 +97,14 @@ class PrefillEngine:
             logits = self._forward(prompt, chunk)
             self._fence()  # what is reported may be published and read by others
             self._check(prompt)
-        except Stale as error:
+            first = self._first(prompt, logits) if chunk.last else None
+            if not self._finite or (chunk.last and first is None):
+                raise Internal("the model's output is not a number; see the log of the worker")
+        except (Stale, Internal) as error:
             self._stop(prompt.key, error)
             return len(self._turns) > 0
         prompt.advance(chunk)
-        first = None
         if chunk.last:
-            first = choose(self._model.ops, logits, [self._samplers[prompt.key]])[0]
-            if first is None:
-                self._stop(prompt.key, Internal("the model's output is not a number; see the log of the worker"))
-                return len(self._turns) > 0
             self._turns.remove(prompt.key)
             del self._samplers[prompt.key]
         self._report(Computed(prompt.key, chunk, time.perf_counter() - started, first))
@@ -148,6 +148,9 @@ class PrefillEngine:
                 choose(self._model.ops, logits, [sampler])
                 return
 
+    def _first(self, prompt: Prompt, logits: torch.Tensor) -> Choice | None:
+        return choose(self._model.ops, logits, [self._samplers[prompt.key]])[0]
+
     def _chunk_tokens(self, prompt: Prompt) -> int:
         return max(prompt.block_size, self._max_tokens - self._max_tokens % prompt.block_size)
 
@@ -190,10 +193,17 @@ class PrefillEngine:
             append_positions=torch.arange(chunk.tail, dtype=torch.int32),
             seal_blocks=table[chunk.first_page :],
         )
-        if (scales := self._scales) is not None:
-            sealed = chunk.pages * prompt.block_size
-            step.scales = scales.tensor
-            step.observe = lambda layer, k, v: scales.count(layer, k[:sealed], v[:sealed])
+        if self._scales is not None:
+            step.scales = self._scales.tensor
+        step.observe = partial(self._observe, chunk.pages * prompt.block_size)
         tokens = torch.from_numpy(prompt.tokens[chunk.start : chunk.stop])
         positions = torch.arange(chunk.start, chunk.stop)
         return self._model.forward(tokens, positions, step, [count - 1] if chunk.last else [])
+
+    def _observe(self, sealed: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Sees the keys and values of a chunk, of which the first `sealed` tokens become pages."""
+        if self._scales is not None:
+            self._scales.count(layer, k[:sealed], v[:sealed])
+        if layer == self._model.config.layers - 1:
+            # what is no number spreads to the last layer's keys, but quantised pages would hide it from later tokens
+            self._finite = torch.isfinite(k).all()

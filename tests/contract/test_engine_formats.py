@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kernels import formats
 from kernels.scale_file import write
@@ -19,6 +20,7 @@ from services.decode.batch import Sequence
 from services.decode.engine import DecodeEngine, Report
 from services.prefill.engine import Computed, Gone, PrefillEngine
 from services.prefill.scheduler import Prompt
+from shared.errors import Internal
 from shared.messages import Sampling
 from shared.models import calibration, files, runtime
 from shared.models.files import ModelFiles
@@ -156,3 +158,30 @@ def test_skipped_layers_run_and_change_the_page(model: Model) -> None:
     first = raw.memory.layout.layer(1).offset  # layer 0 is not quantised in either
     pages, exact, quantised = (one.memory.pages[:2, :first] for one in (ours, raw, whole))
     assert pages.equal(exact) and not pages.equal(quantised)
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+@pytest.mark.parametrize("name", ["fp32", "int8_channel", "int4"])
+def test_what_is_no_number_ends_the_prompt_in_its_own_chunk(
+    name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder(tmp_path / "model", "llama")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    for part in ("gate", "up"):  # whose product is infinite
+        weights[f"model.layers.0.mlp.{part}_proj.weight"] *= 1e25
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    monkeypatch.setenv("KVRELAY_CACHE_DIR", str(tmp_path / "cache"))
+    prepared = files.prepare(str(tmp_path / "model"), "float32")
+    forward = runtime.load(prepared, "float32", kernels, 1)
+    cache = Cache(Model(prepared, forward, forward), forward, kv_cache_dtype=name)
+    tokens = prompt_tokens(3 * BLOCK)
+    found: list[Computed | Gone] = []
+    engine = PrefillEngine(forward, BLOCK, found.append, lambda: True)
+    engine.map(cache.memory)
+    table = np.arange(3, dtype=np.int32)
+    prompt = Prompt(("r", 0), np.array(tokens), table, table.astype(np.uint32), 0, 0, 0, BLOCK)
+    engine.add(prompt, cache.sampler(tokens))
+    while engine.step():
+        pass
+    assert [type(one) for one in found] == [Gone]
+    assert isinstance(found[0], Gone) and isinstance(found[0].error, Internal)

@@ -42,9 +42,12 @@ def passes_of(
     """All pages and tails in one launch; or first those that are shared, for each group, and then what is left."""
     size, shared = len(batch), batch.shared
     wanted = tile_key(layout, place, group)
+    wide = None
+    if shared is not None:
+        wide = shape or together_shape(*wanted, shared.max_members, table_name(device))
     keys = batch.max_pages * layout.block_size
     counts = batch.page_counts if batch.kv_head_counts is None else batch.kv_head_counts
-    most = MOST_SPLITS if shared is None else MOST_SPLITS // 2
+    most = MOST_SPLITS if wide is None else MOST_SPLITS // 2
 
     def cut(tiles: int, sequences: int, tokens: int) -> int:
         return splits or min(_splits(tiles * sequences * layout.kv_heads, keys, tokens, device), most)
@@ -53,9 +56,8 @@ def passes_of(
     tiles = -(-batch.max_query // (own.rows // group))
     unused = batch.query_starts
     whole = Pass(size, tiles, batch.query_starts, counts, unused, unused, own, cut(tiles, size, own.tokens))
-    if shared is None:
+    if shared is None or wide is None:
         return [whole]
-    wide = shape or together_shape(*wanted, shared.max_members, table_name(device))
     tiles = -(-shared.max_members // (wide.rows // group))
     # split as if there were few groups: where there are many, each of them is short of work only at its end
     few = -(-size // shared.max_members)

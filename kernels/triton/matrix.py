@@ -19,7 +19,9 @@ from threading import Thread
 from typing import NamedTuple
 
 from kernels.layout import page_layout, parse_kv_cache_dtype
+from kernels.shared_prefix import MEMBERS
 from kernels.triton.ahead import SHARED_LIMIT, Resources, attention, pages, rows
+from kernels.triton.tuning import tile_key, together_shape
 
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int8_channel", "int4", "k16v4", "k8v4",
            "int8_per_tensor", "fp8_e4m3_per_tensor", "fp8_e5m2_per_tensor", "fp32")  # fmt: skip
@@ -82,10 +84,13 @@ def plain() -> Iterator[Case]:
 def shared() -> Iterator[Case]:
     """The two passes of decode over shared pages. The second is plain decode from another page on, so that one group
     of query heads has to do for all."""
-    for name, head_dim, chip in itertools.product(FORMATS, HEAD_DIMS, CHIPS):
+    for name, head_dim, block_size, chip in itertools.product(FORMATS, HEAD_DIMS, BLOCK_SIZES, CHIPS):
+        layout = layout_for(name, head_dim, block_size)
+        if together_shape(*tile_key(layout, layout.layer(0), 1), MEMBERS) is None:
+            continue
         for group in SHARED_GROUPS:
-            yield Case(name, head_dim, group, 16, chip, ("TOGETHER",))
-        yield Case(name, head_dim, 4, 16, chip, ("REST",))
+            yield Case(name, head_dim, group, block_size, chip, ("TOGETHER",))
+        yield Case(name, head_dim, 4, block_size, chip, ("REST",))
 
 
 def optional() -> Iterator[Case]:
@@ -136,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many to compile at once")
     chosen = parser.parse_args(arguments)
     if chosen.sample:
-        few = [*itertools.islice(shared(), 0, None, 43), *itertools.islice(optional(), 0, None, 43)]
+        few = [*itertools.islice(shared(), 0, None, 85), *itertools.islice(optional(), 0, None, 43)]
         jobs = [*decode(sample()), *decode(few), *others(("int8_channel",), (64,), (90,))]
     else:
         jobs = [*decode(plain()), *decode(shared()), *decode(optional()), *others(FORMATS, HEAD_DIMS, CHIPS)]

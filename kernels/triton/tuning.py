@@ -3,7 +3,7 @@
 A table has the sections `decode` (one query a sequence) and `chunk`, each of `[tokens, warps, stages]`, and `together`
 (decode over shared pages) of `[most rows, tokens, warps, stages]`, by `<K format>/<V format>/<head_dim>`,
 `<K format>/*/<head_dim>` or `*/*/<head_dim>`; with a star, head_dim is rounded up to a power of two. Another number at
-the end is `registers` of `TileShape`.
+the end is `registers` of `TileShape`. An empty entry of `together`: no tile fits, sequences read for themselves.
 `python -m infra.bench.gpu_check --tune` writes the table of the GPU it runs on.
 """
 
@@ -75,9 +75,12 @@ def tile_shape(
 @cache
 def together_shape(
     k_format: str, v_format: str, head_dim: int, group: int, members: int, table: str = DEFAULT
-) -> TileShape:
-    """For decode of up to `members` sequences over pages they share."""
-    most, *rest = _entry("together", k_format, v_format, head_dim, table)
+) -> TileShape | None:
+    """For decode of up to `members` sequences over pages they share; None if they should not."""
+    entry = _entry("together", k_format, v_format, head_dim, table)
+    if not entry:
+        return None
+    most, *rest = entry
     return TileShape(16 if group * members <= 16 else most, *rest)
 
 

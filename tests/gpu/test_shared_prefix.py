@@ -70,10 +70,22 @@ def test_formats(name: str, compute: str, device: torch.device) -> None:
     check(build(name, LENGTHS, kv_heads=1, compute=compute), FAMILY, device, splits=1)
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), [(80, 32), (128, 16), (256, 16)])
-def test_shapes(head_dim: int, block_size: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "compute"), [(80, 32, "fp32"), (128, 16, "fp32"), (256, 16, "bf16")]
+)
+def test_shapes(head_dim: int, block_size: int, compute: str, device: torch.device) -> None:
     lengths = [length * block_size // 16 for length in LENGTHS]
-    check(build("int8_channel", lengths, head_dim=head_dim, block_size=block_size, kv_heads=1), FAMILY, device)
+    paged = build("int8_channel", lengths, head_dim=head_dim, block_size=block_size, kv_heads=1, compute=compute)
+    check(paged, FAMILY, device)
+
+
+def test_a_shape_without_a_tile_is_read_by_each_sequence(device: torch.device) -> None:
+    paged = related(build("fp32", LENGTHS, head_dim=256, kv_heads=1), FAMILY)
+    shared = planned(paged, FAMILY).shared
+    moved, batch = paged.to(device), dataclasses.replace(paged.batch, shared=shared).to(device)
+    q = query(moved, 3)
+    found = attend(q, moved.pages, moved.tails, moved.layout, LAYER, batch, scale=0.0625)
+    assert (found.cpu().double() - paged.exact(q, scale=0.0625)).abs().max() <= tolerance("fp32")
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 16])

@@ -20,8 +20,8 @@ from tests.e2e.scripted import (
     live,
     owners,
     stream,
-    until,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -212,7 +212,7 @@ def test_the_error_does_not_grow_with_the_context(name: str, queries: int) -> No
         case = kv_cases.build(layout, [length], ops=select("cpu"))
         q, batch = query(queries, 3, 64), case.alone(0, queries)
         errors.append(float((attend(select("cpu"), q, case, batch).double() - oracle(q, case, batch)).abs().max()))
-    assert errors[1] <= max(2 * errors[0], 4e-6)  # eight roundings of an element
+    assert errors[1] <= max(2 * errors[0], 1e-6 if queries == 1 else 4e-6)  # of a chunk, eight roundings of an element
 
 
 def test_a_mixed_batch_of_chunks_and_single_queries() -> None:

@@ -27,7 +27,8 @@ typedef struct {
     float *y;
     int64_t ld;
     kv_rows *gated_out;
-    int64_t panels, panels_per_task, row_chunk;
+    int64_t panels, panels_per_task, row_chunk, tasks;
+    int32_t threads;
 } job;
 
 static void finish(const job *j, int64_t panel, int64_t first, int64_t rows, const float *tile) {
@@ -56,9 +57,17 @@ static void finish(const job *j, int64_t panel, int64_t first, int64_t rows, con
     }
 }
 
+/* The task that is handed out as the index-th. Threads take turns, by and large, and each gets a stretch of neighbours:
+ * what one task prefetches beyond its end is what the same thread wants next. */
+static int64_t stretched(const job *j, int64_t index) {
+    int64_t length = j->tasks / j->threads, longer = j->tasks % j->threads, turn = index % j->threads;
+    return turn * length + (turn < longer ? turn : longer) + index / j->threads;
+}
+
 static void task(void *ctx, int64_t index, int32_t thread) {
     (void)thread;
     const job *j = ctx;
+    index = stretched(j, index);
     int64_t per_chunk = (j->panels + j->panels_per_task - 1) / j->panels_per_task;
     int64_t first = index / per_chunk * j->row_chunk, panel = index % per_chunk * j->panels_per_task;
     int64_t end = panel + j->panels_per_task < j->panels ? panel + j->panels_per_task : j->panels;
@@ -77,13 +86,14 @@ static void task(void *ctx, int64_t index, int32_t thread) {
 void kv_linear_run(const kv_linear *w, const kv_rows *x, int32_t result, float *y, int64_t ld, kv_rows *gated_out) {
     int64_t columns = w->gated ? w->out / 2 : w->out, width = w->gated ? 16 : 32;
     int64_t panels = (columns + width - 1) / width;
-    job j = {w, x, result, y, ld, gated_out, panels, 1, ROW_CHUNK};
-    int64_t wanted = kv_threads() * 6;
+    job j = {w, x, result, y, ld, gated_out, panels, 1, ROW_CHUNK, 0, kv_threads()};
+    int64_t wanted = j.threads * 16;
     if (x->rows <= KV_SMALL_ROWS && panels > wanted) j.panels_per_task = panels / wanted;
     int64_t chunks = (x->rows + ROW_CHUNK - 1) / ROW_CHUNK;
     if (chunks) j.row_chunk = (x->rows + chunks - 1) / chunks;
     int64_t per_chunk = (panels + j.panels_per_task - 1) / j.panels_per_task;
-    kv_parallel(chunks * per_chunk, task, &j);
+    j.tasks = chunks * per_chunk;
+    kv_parallel(j.tasks, task, &j);
 }
 
 void kv_rows_sum(const kv_rows *rows, int64_t row) {

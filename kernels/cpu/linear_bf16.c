@@ -57,12 +57,24 @@ KV_INLINE __m512 minimum_of(const uint8_t *bytes) {
     return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(bytes + 32)));
 }
 
+/* Two inputs of one row in all lanes. Addresses are one of three bases plus a multiple of the step from row to row: a
+ * pointer for each of eight rows is more than there are registers. */
+KV_INLINE void find_rows(const uint16_t *x, int64_t stride, const char **base) {
+    for (int i = 0; i < 3; i++) base[i] = (const char *)(x + 3 * i * stride);
+}
+KV_INLINE __m512i pair_of(const char *const *base, int64_t stride, int row, int pair) {
+    int32_t both;
+    memcpy(&both, base[row / 3] + row % 3 * (stride * 2) + pair * 4, 4);
+    return _mm512_set1_epi32(both);
+}
+
 /* R rows, scaled formats: weights stay in registers from decoding to use. */
 KV_INLINE void few_rows(const int R, const int format, const uint8_t *data, int64_t groups, const uint16_t *x,
                         int64_t stride, const float *sums, float *tile) {
     const int64_t bytes = kv_group_bytes(format);
     for (int64_t g = 0; g < groups; g++, data += 2 * bytes) {
-        const int32_t *pairs = (const int32_t *)(x + g * KV_GROUP);
+        const char *base[3];
+        find_rows(x + g * KV_GROUP, stride, base);
         prefetch(data, 2 * bytes);
         __m512 sum[8][2];
         _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
@@ -72,7 +84,7 @@ KV_INLINE void few_rows(const int R, const int format, const uint8_t *data, int6
             decode_quarter(format, data + bytes, s, w1);
             _Pragma("GCC unroll 4") for (int p = 0; p < 4; p++)
                 _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {
-                    __m512i pair = _mm512_set1_epi32(pairs[r * (stride / 2) + s * 4 + p]);
+                    __m512i pair = pair_of(base, stride, r, s * 4 + p);
                     sum[r][0] = dot(sum[r][0], w0[p], pair);
                     sum[r][1] = dot(sum[r][1], w1[p], pair);
                     KEEP(sum[r][0]);
@@ -100,14 +112,15 @@ KV_INLINE void multiply(const int R, const int format, const int streams, const 
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++) sum[r][h] = _mm512_load_ps(tile + r * 32 + h * 16);
     for (int64_t g = 0; g < groups; g++, weights += 32, scales += 4) {
-        const int32_t *pairs = (const int32_t *)(x + g * KV_GROUP);
+        const char *base[3];
+        find_rows(x + g * KV_GROUP, stride, base);
         if (streams) prefetch(weights, 2048);
         if (scaled)
             _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
         _Pragma("GCC unroll 16") for (int p = 0; p < 16; p++) {
             __m512i w0 = weights[p], w1 = weights[16 + p];
             _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {
-                __m512i pair = _mm512_set1_epi32(pairs[r * (stride / 2) + p]);
+                __m512i pair = pair_of(base, stride, r, p);
                 sum[r][0] = dot(sum[r][0], w0, pair);
                 sum[r][1] = dot(sum[r][1], w1, pair);
                 KEEP(sum[r][0]);
@@ -174,13 +187,16 @@ KV_INLINE void many_rows(const int format, multiply_fn multiply8, const uint8_t 
     __m512 scales[CHUNK * 4];
     for (int64_t g = 0; g < groups; g += chunk) {
         int64_t count = groups - g < chunk ? groups - g : chunk;
-        const __m512i *weights = decoded;
-        if (format == KV_W_BF16) weights = (const __m512i *)(data + g * 2 * bytes);
-        else
-            for (int64_t b = 0; b < count * 2; b++)
-                decode(format, data + (g * 2 + b) * bytes, decoded + b * 16, scales + b * 2);
-        for (int64_t r = 0; r < rows; r += 8)
-            multiply8(weights, scales, count, x + r * stride + g * 32, stride, sums + r * groups + g, groups, tile + r * 32);
+        const uint8_t *chunk_data = data + g * 2 * bytes;
+        const __m512i *weights = format == KV_W_BF16 ? (const __m512i *)chunk_data : decoded;
+        for (int64_t b = 0; format != KV_W_BF16 && b < count * 2; b++) {
+            prefetch(chunk_data + b * bytes, bytes);
+            decode(format, chunk_data + b * bytes, decoded + b * 16, scales + b * 2);
+        }
+        for (int64_t r = 0; r < rows; r += 8) {
+            const multiply_fn times = format == KV_W_BF16 && r == 0 ? STREAM[7] : multiply8;
+            times(weights, scales, count, x + r * stride + g * 32, stride, sums + r * groups + g, groups, tile + r * 32);
+        }
     }
 }
 

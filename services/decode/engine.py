@@ -46,7 +46,11 @@ class _Views(NamedTuple):
 
 
 class DecodeEngine:
-    """Call everything on the compute thread. `report` receives a `Report`; `safe` says whether all leases hold."""
+    """Call everything on the compute thread. `report` receives a `Report`; `safe` says whether all leases hold.
+
+    A step is reported when the next one has begun to compute: the event loop then works beside it. Told at once, it
+    would want the interpreter just when this thread needs it to begin.
+    """
 
     def __init__(
         self,
@@ -61,7 +65,8 @@ class DecodeEngine:
         self._model = model
         self._scales = scales
         self._scale_tensor = None if scales is None else scales.tensor
-        self._report = report
+        self._tell = report
+        self._untold: Report | None = None
         self._safe = safe
         self._sequences: dict[Key, Sequence] = {}
         self.batch = DecodeBatch(max_num_seqs, max_model_len // block_size + 1, block_size)
@@ -118,6 +123,7 @@ class DecodeEngine:
         """One step of all active sequences. False if there is nothing to do until the next command."""
         batch = self.batch
         if not batch.active or not self._safe():
+            self._catch_up()
             return False
         if self._drop_stale():
             return batch.active > 0
@@ -134,10 +140,12 @@ class DecodeEngine:
         for emission in emissions:
             if emission.sequence.row < 0:
                 del self._sequences[emission.sequence.key]
-        self._report(Report(emissions, seals, [sequence.key for sequence in batch.hungry()]))
+        self._untold = Report(emissions, seals, [sequence.key for sequence in batch.hungry()])
         self.steps += 1
         self.tokens += count
         self.busy_s += time.perf_counter() - started
+        if not batch.active:
+            self._catch_up()
         return batch.active > 0
 
     def warm_up(self, layout: Layout, vocab_size: int) -> None:
@@ -172,7 +180,7 @@ class DecodeEngine:
         longest, shared = batch.max_pages(), self._shared_by(count)
         if longest != views.step.batch.max_pages or shared is not views.step.batch.shared:
             views.step.batch = replace(self._attention_batch(count, longest), shared=shared)
-        return self._model.forward(views.tokens, views.positions, views.step, views.rows)
+        return self._model.forward(views.tokens, views.positions, views.step, views.rows, meanwhile=self._catch_up)
 
     def _make_views(self, count: int) -> _Views:
         assert self._memory is not None, "map() comes first"
@@ -262,6 +270,16 @@ class DecodeEngine:
             self.batch.remove(sequence)
             del self._sequences[sequence.key]
         return [(sequence.key, error) for sequence in sequences]
+
+    def _report(self, report: Report) -> None:
+        self._catch_up()
+        self._tell(report)
+
+    def _catch_up(self) -> None:
+        """Reports the step before, if that is still to be done."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            self._tell(untold)
 
     def _report_hungry(self) -> None:
         hungry = self.batch.hungry()

@@ -24,6 +24,10 @@ from shared.models.panels import map_panels, packable
 from shared.models.weights import map_tensors
 
 
+def nothing() -> None:
+    """What most callers of `forward` have to do meanwhile."""
+
+
 class NativeStep:
     """One model in C. Not reentrant: one caller at a time, as each worker has one compute thread."""
 
@@ -44,7 +48,12 @@ class NativeStep:
         return ops.name == "cpu" and dtype in (torch.bfloat16, torch.float32) and packable(files.config)
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, kv: KVStep, logits_rows: Sequence[int] | torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        kv: KVStep,
+        logits_rows: Sequence[int] | torch.Tensor,
+        meanwhile: Callable[[], None] = nothing,
     ) -> torch.Tensor:
         """As `Transformer.forward`. BadRequest for a token or position the model does not have."""
         count = tokens.numel()
@@ -65,6 +74,7 @@ class NativeStep:
             self._stay_in_c(step, kv)
         else:
             step.attention = self._attention(kv, count, errors)
+        meanwhile()
         result = self._library.kv_step_run(ctypes.byref(self._model), ctypes.byref(step))
         if errors:
             raise errors[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from kernels.reference.linear import linear
 from shared.models.files import ModelFiles
 from shared.models.graphs import DecodeGraphs
 from shared.models.kv_step import KVStep
-from shared.models.native import NativeStep
+from shared.models.native import NativeStep, nothing
 from shared.models.rope import inverse_frequencies
 from shared.models.weights import map_tensors
 
@@ -52,18 +52,27 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, kv: KVStep, logits_rows: Sequence[int] | torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        kv: KVStep,
+        logits_rows: Sequence[int] | torch.Tensor,
+        meanwhile: Callable[[], None] = nothing,
     ) -> torch.Tensor:
         """Writes the keys and values of `tokens` (int64 [T], at absolute `positions`, int64 [T]) as `kv` says.
 
         Returns float32 logits [len(logits_rows), vocab] of those rows, on the model's device, until the next call; none
-        are computed for an empty list.
+        are computed for an empty list. `meanwhile` is called once, as soon as the pass runs without this thread (a CUDA
+        graph, or C up to its end); before the pass where it never does.
         """
         if self._native is not None:
-            return self._native.forward(tokens, positions, kv, logits_rows)
+            return self._native.forward(tokens, positions, kv, logits_rows, meanwhile)
         rows = torch.as_tensor(logits_rows, dtype=torch.int64)
         if self._graphs is not None and DecodeGraphs.possible(kv, tokens.numel(), rows.numel()):
-            return self._graphs.run(tokens, positions, kv)
+            logits = self._graphs.run(tokens, positions, kv)
+            meanwhile()
+            return logits
+        meanwhile()
         here = self.device
         return self._compute(tokens.to(here), positions.to(here), kv.to(here), rows.to(here))
 

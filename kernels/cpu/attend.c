@@ -14,8 +14,9 @@
 #define PART_PAGES_MAX 16     /* KV_PART / 16 */
 /* Prefetch distances. Pages lie multiples of 4 KiB apart, so one head's codes compete for the same sets of L1: what is
  * prefetched too early is gone when it is wanted. */
-#define AHEAD_BYTES 16384
-#define AHEAD_BYTES_WIDE 8192 /* elements of 16 bits and more */
+#define AHEAD_BYTES 12288
+#define AHEAD_BYTES_WIDE 4096 /* elements of 16 bits and more */
+#define BETWEEN_BYTES 4096    /* beyond that, of V, between scores and values */
 #define SMALL_PAGE 4096       /* of the machine */
 
 /* Scratch of a calling thread, kept because fresh memory of this size would be paged in at every call. */
@@ -105,11 +106,11 @@ static void run_pass(void *context, int64_t task, int32_t thread) {
     const int group = j->call->q_heads / layer->kv_heads;
     const int64_t later = task + kv_threads(); /* probably the next one of this thread */
 
-    kv_segment order[2][3 * PART_PAGES_MAX + 1]; /* K, V of a head, then room for the next head's first K */
+    kv_segment order[2][3 * PART_PAGES_MAX]; /* K, V of a head, then room for the next head's first K */
     int32_t count = 0, next = at.count;
     list_segments(j, at.b, at.first_head, at.first, next, order[0]);
     int64_t distance = (layer->k.kind <= KV_FP16 ? AHEAD_BYTES_WIDE : AHEAD_BYTES) / layer->k.head_codes;
-    distance = distance < 1 ? 1 : distance;
+    distance = distance < 2 ? 2 : distance; /* segments */
     if (task < kv_threads())
         for (int64_t i = 0; i < least(distance, next); i++)
             for (int64_t c = 0; c < layer->k.head_codes; c += 64) PREFETCH(order[0][i].codes + c);
@@ -125,9 +126,12 @@ static void run_pass(void *context, int64_t task, int32_t thread) {
             next = to.count;
             list_segments(j, to.b, to.first_head, to.first, next, after);
         }
-        int32_t reach = (int32_t)least(distance, count);
-        for (int32_t i = 0; i < reach; i++) mine[2 * count + i] = next ? after[least(i, next - 1)] : mine[2 * count - 1];
-        kv_piece w = {head, count, mine, mine + count, mine + reach, mine + count + reach};
+        const int32_t reach = (int32_t)least(distance, count);
+        const int32_t waiting = (int32_t)least(BETWEEN_BYTES / layer->v.head_codes, count - reach);
+        const kv_segment *v_ahead = mine + count + reach + waiting;
+        for (int32_t i = 0; i < reach + waiting; i++)
+            mine[2 * count + i] = next ? after[least(i, next - 1)] : mine[2 * count - 1];
+        kv_piece w = {head, count, waiting, mine, mine + count, mine + reach, mine + count + reach, v_ahead};
         kv_attend_piece(j, pass, &w);
     }
     for (int32_t i = 0; i < pass->count; i++) {

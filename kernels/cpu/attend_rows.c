@@ -4,6 +4,7 @@
 #include "attend_job.h"
 
 #define STRIDE (KV_PART + KV_MAX_TOKENS) /* of scores */
+#define LINE_ALIGNED __attribute__((aligned(64))) /* a vector in two cache lines costs two loads */
 
 static void load_row(int kind, const void *p, int64_t element, int dim, float scale, float *to) {
     for (int c = 0; c < dim; c += 16) v_store(to + c, v_mul(KV_LOAD16(kind, (const uint8_t *)p, element + c), v_set(scale)));
@@ -18,8 +19,25 @@ static void store_row(int kind, void *p, int64_t element, int dim, const float *
     }
 }
 
-/* Scores to probabilities relative to the part's top; returns the top, the sum in *total. count is a multiple of 16. */
-static float softmax(float *s, int64_t count, float *total) {
+/* Lines that are still to be prefetched: `count` segments from `at` bytes of the first on, `each` at a time. */
+typedef struct {
+    const kv_segment *segment;
+    int64_t count, bytes, at, each;
+} lines;
+
+static inline void prefetch_some(lines *to) {
+    for (int64_t i = 0; i < to->each && to->count; i++) {
+        PREFETCH(to->segment->codes + to->at);
+        if ((to->at += 64) < to->bytes) continue;
+        to->at = 0;
+        to->segment++;
+        to->count--;
+    }
+}
+
+/* Scores to probabilities relative to the part's top; returns the top, the sum in *total. count is a multiple of 16. Some of
+ * `waiting` is prefetched with each vector. */
+static float softmax(float *s, int64_t count, float *total, lines *waiting) {
     v16 top = v_set(-INFINITY), sum = v_set(0.0f);
     for (int64_t t = 0; t < count; t += 16) top = v_max(top, v_load(s + t));
     float peak = v_top(top);
@@ -28,6 +46,7 @@ static float softmax(float *s, int64_t count, float *total) {
         v16 p = v_exp(v_sub(v_load(s + t), base));
         sum = v_add(sum, p);
         v_store(s + t, p);
+        prefetch_some(waiting);
     }
     *total = v_sum(sum);
     return peak;
@@ -35,8 +54,9 @@ static float softmax(float *s, int64_t count, float *total) {
 
 static float page_log_sum_exp(const float *s, int tokens) {
     float held[KV_MAX_TOKENS], total;
+    lines none = {0};
     memcpy(held, s, sizeof(float) * (size_t)tokens);
-    float top = softmax(held, tokens, &total);
+    float top = softmax(held, tokens, &total, &none);
     return top + logf(total);
 }
 
@@ -84,7 +104,7 @@ static int same_sequence(const row *x, int r, int rows) {
 }
 
 /* Scores to probabilities: soft-cap, window, padding, softmax. Leaves top and total in the partial result. */
-static void weigh(const kv_job *j, const row *x, int32_t pages, float *s) {
+static void weigh(const kv_job *j, const row *x, int32_t pages, float *s, lines *waiting) {
     const kv_decode *call = j->call;
     const int tokens = j->layer->block_size, dim = j->layer->head_dim;
     const int64_t used = (int64_t)pages * tokens + x->tail, all = (used + 15) / 16 * 16;
@@ -100,7 +120,7 @@ static void weigh(const kv_job *j, const row *x, int32_t pages, float *s) {
         float *lse = call->page_lse + (x->b * (int64_t)call->q_heads + x->head) * call->max_pages + x->first;
         for (int32_t i = 0; i < pages; i++) lse[i] = page_log_sum_exp(s + i * tokens, tokens);
     }
-    x->partial[dim] = softmax(s, all, x->partial + dim + 1);
+    x->partial[dim] = softmax(s, all, x->partial + dim + 1, waiting);
 }
 
 static void attend_tile(const kv_job *j, const kv_piece *w, const row *x, int rows) {
@@ -110,7 +130,7 @@ static void attend_tile(const kv_job *j, const kv_piece *w, const row *x, int ro
     const int64_t sealed = (int64_t)w->count * tokens, tail_head = w->head * kv_width(layer->tail_kind, (int64_t)tokens * dim);
     const float k_scale = call->scales ? call->scales[0] : 1.0f, v_scale = call->scales ? call->scales[1] : 1.0f;
     const int rounded = call->q_kind == KV_BF16; /* activations carry eight significant bits */
-    float q[KV_ROWS * KV_MAX_DIM], o[KV_ROWS * KV_MAX_DIM], s[KV_ROWS * STRIDE];
+    LINE_ALIGNED float q[KV_ROWS * KV_MAX_DIM], o[KV_ROWS * KV_MAX_DIM], s[KV_ROWS * STRIDE];
     uint16_t stored[KV_ROWS * KV_MAX_DIM]; /* q as it came, if it is bf16 */
     for (int r = 0; r < rows; r++) {
         int64_t at = call->query_starts[x[r].b] * call->q_stride + x[r].head * (int64_t)dim;
@@ -127,7 +147,10 @@ static void attend_tile(const kv_job *j, const kv_piece *w, const row *x, int ro
         const uint8_t *tail = call->tails + call->tail_slots[x[r].b] * layer->tail_bytes + layer->tail_k + tail_head;
         kv_tail_scores(layer, some, x[r].tail, tail, q + r * KV_MAX_DIM, s + r * STRIDE + sealed, STRIDE);
     }
-    for (int r = 0; r < rows; r++) weigh(j, x + r, w->count, s + r * STRIDE);
+    const int64_t vectors = rows * (sealed + 15) / 16; /* at least */
+    lines waiting = {w->between, w->waiting, layer->v.head_codes, 0, 0};
+    waiting.each = vectors ? (waiting.count * waiting.bytes / 64 + vectors - 1) / vectors : 0;
+    for (int r = 0; r < rows; r++) weigh(j, x + r, w->count, s + r * STRIDE, &waiting);
     kv_values(layer, rows, w->count, w->v, w->v_ahead, s, STRIDE, v_scale, rounded, o);
     for (int r = 0, some; r < rows; r += some) {
         some = same_sequence(x, r, rows);

@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
+import h11
 
+_LIMIT_S = 600.0
 _WORDS = ["river", "stone", "window", "garden", "winter", "paper", "silver", "engine", "morning", "letter", "forest",
           "bridge", "mountain", "kitchen", "music"]  # fmt: skip
 
@@ -60,13 +62,12 @@ def random_prompt(words: int, seed: int) -> str:
 async def run(url: str, model: str, scenario: Scenario, extra: dict[str, object], seed: int) -> Figures:
     """Runs the scenario once against the API at `url` (".../v1"): the prompts alone, then with continuations."""
     prompts = [random_prompt(scenario.context, seed * 1000 + number) for number in range(scenario.streams)]
-    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
 
-        async def all_at_once(new_tokens: int) -> list[Stream]:
-            bodies = [{"model": model, "prompt": prompt, "max_tokens": new_tokens, **extra} for prompt in prompts]
-            return list(await asyncio.gather(*(_stream(client, url, body) for body in bodies)))
+    async def all_at_once(new_tokens: int) -> list[Stream]:
+        bodies = [{"model": model, "prompt": prompt, "max_tokens": new_tokens, **extra} for prompt in prompts]
+        return list(await asyncio.gather(*(_stream(f"{url}/completions", body) for body in bodies)))
 
-        fresh, cached = await all_at_once(1), await all_at_once(scenario.new_tokens)
+    fresh, cached = await all_at_once(1), await all_at_once(scenario.new_tokens)
     return reduce(fresh, cached)
 
 
@@ -89,16 +90,62 @@ def reduce(fresh: list[Stream], cached: list[Stream]) -> Figures:
     )
 
 
-async def _stream(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> Stream:
-    """Only takes the time while bytes arrive, and reads them afterwards: client and server share the processors."""
-    started, chunks = time.perf_counter(), []
+class _Arrivals(asyncio.Protocol):
+    """Takes the time of what arrives until the server closes, and does nothing else: it shares the processors."""
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[float, bytes]] = []
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.chunks.append((time.perf_counter(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+async def _stream(url: str, body: dict[str, object]) -> Stream:
+    """Asks with `body` on a connection of its own, and reads what came when it has ended."""
     body = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, **body}
-    async with client.stream("POST", f"{url}/completions", json=body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"{url} answered {response.status_code}: {(await response.aread())[:500]!r}")
-        async for chunk in response.aiter_bytes():
-            chunks.append((time.perf_counter(), chunk))
-    return seen(started, chunks)
+    content, where, http = json.dumps(body).encode(), urlsplit(url), h11.Connection(h11.CLIENT)
+    host, port = where.hostname or "127.0.0.1", where.port or 80
+    fields = {"host": where.netloc, "content-type": "application/json", "content-length": str(len(content))}
+    request = h11.Request(method="POST", target=where.path, headers=[*fields.items(), ("connection", "close")])
+    message = [http.send(event) for event in (request, h11.Data(data=content), h11.EndOfMessage())]
+    async with asyncio.timeout(_LIMIT_S):
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        transport, arrivals = await loop.create_connection(_Arrivals, host, port)
+        transport.write(b"".join(part for part in message if part is not None))
+        try:
+            await arrivals.closed
+        finally:
+            transport.close()
+    return seen(started, list(_content(url, http, arrivals.chunks)))
+
+
+def _content(url: str, http: h11.Connection, chunks: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """The bytes of the answer's body, as they came. RuntimeError if it is not a 200; h11's error if it is not whole."""
+    status, text = 0, b""
+    for moment, event in _http_events(http, chunks):
+        if isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data) and status == 200:
+            yield moment, bytes(event.data)
+        elif isinstance(event, h11.Data):
+            text += bytes(event.data)
+    if status != 200:
+        raise RuntimeError(f"{url} answered {status}: {text[:500]!r}")
+
+
+def _http_events(http: h11.Connection, chunks: list[tuple[float, bytes]]) -> Iterator[tuple[float, h11.Event]]:
+    for moment, chunk in [*chunks, (time.perf_counter(), b"")]:
+        http.receive_data(chunk)
+        while isinstance(event := http.next_event(), h11.Event):
+            if isinstance(event, h11.EndOfMessage):
+                return
+            yield moment, event
 
 
 def seen(started: float, chunks: list[tuple[float, bytes]]) -> Stream:

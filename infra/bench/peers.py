@@ -16,6 +16,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import uvloop
+
 from infra.bench import http_load, peer_servers, report
 from infra.bench.http_load import Figures, Scenario
 from infra.bench.report import Row
@@ -52,7 +54,8 @@ def measure(servers: list[peer_servers.Server], scenarios: list[Scenario], repea
 
 
 def run(server: peer_servers.Server, scenario: Scenario, seed: int) -> Figures:
-    return asyncio.run(http_load.run(server.url, server.model, scenario, server.extra, seed))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(http_load.run(server.url, server.model, scenario, server.extra, seed))
 
 
 def rows(rounds: Rounds) -> list[Row]:

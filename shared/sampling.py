@@ -247,19 +247,3 @@ def token_logprob(row: np.ndarray, token: int, top: int) -> TokenLogprob:
         ids = ids[np.argsort(-row[ids], kind="stable")][:top]
         best = [(i, float(row[i]) - log_total) for i in ids.tolist()]
     return TokenLogprob(token_id=token, logprob=float(row[token]) - log_total, top=best)
-
-
-def choose_tokens(logits: np.ndarray, samplers: Sequence[Sampler]) -> list[Choice | None]:
-    """One choice per row of `logits`, float32 [rows, vocab]; None where the row is not a distribution (NaN).
-
-    Ties of greedy rows go to the lowest id: numpy's argmax returns the first maximum (or the first NaN).
-    """
-    best = logits.argmax(axis=1)
-    numbers = ~np.isnan(logits[np.arange(len(best)), best])
-    choices: list[Choice | None] = []
-    for row, (token, number, sampler) in enumerate(zip(best.tolist(), numbers.tolist(), samplers, strict=True)):
-        if not number:
-            choices.append(None)
-        else:
-            choices.append(Choice(token) if sampler.plain else sampler.choose(logits[row]))
-    return choices

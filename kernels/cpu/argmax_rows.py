@@ -10,7 +10,7 @@ from kernels.cpu import build
 
 
 def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
-    """int32 [rows]: the lowest index of the largest value of each row of float32 [rows, columns]."""
+    """int32 [rows] of contiguous float32 [rows, columns]. ValueError for anything else."""
     if logits.dtype != torch.float32 or logits.stride(-1) != 1 or not logits.is_contiguous() or not logits.shape[1]:
         raise ValueError(f"logits must be contiguous float32 with columns, not {logits.dtype} {tuple(logits.shape)}")
     best = torch.empty(logits.shape[0], dtype=torch.int32)

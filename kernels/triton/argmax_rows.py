@@ -1,4 +1,4 @@
-"""Greedy choice: the lowest index of the largest value."""
+"""Greedy choice: the lowest index of the largest value, or -1 where there is NaN."""
 
 # mypy: ignore-errors
 
@@ -19,14 +19,17 @@ def argmax_kernel(logits, out, row_stride, columns, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     index = lane
+    broken = tl.zeros([BLOCK], tl.int32)
     for start in range(0, columns, BLOCK):
         at = start + lane
         value = tl.load(row + at, mask=at < columns, other=float("-inf"))
         better = value > best  # never true of NaN
         best = tl.where(better, value, best)
         index = tl.where(better, at, index)
+        broken = tl.where(value != value, 1, broken)
     top = tl.max(best, axis=0)
-    tl.store(out + tl.program_id(0), tl.min(tl.where(best == top, index, 0x7FFFFFFF), axis=0))
+    found = tl.min(tl.where(best == top, index, 0x7FFFFFFF), axis=0)
+    tl.store(out + tl.program_id(0), tl.where(tl.max(broken, axis=0) > 0, -1, found))
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def test_silu_mul(dtype: torch.dtype, device: torch.device, generator: torch.Gen
     torch.testing.assert_close(silu_mul(gate_up.to(device)).cpu(), reference_silu_mul.silu_mul(gate_up))
 
 
-def test_argmax_takes_the_lowest_id_and_never_nan(device: torch.device, generator: torch.Generator) -> None:
+def test_argmax_takes_the_lowest_id_and_says_where_nan_is(device: torch.device, generator: torch.Generator) -> None:
     logits = torch.randn(6, 9001, generator=generator)
     logits[0, [17, 4113, 9000]] = 50.0
     logits[1, [0, 9000]] = torch.tensor([torch.nan, 60.0])
@@ -76,7 +76,7 @@ def test_argmax_takes_the_lowest_id_and_never_nan(device: torch.device, generato
     logits[4, 8999] = torch.inf
     found = argmax_rows(logits.to(device))
     assert found.cpu().tolist() == reference_argmax.argmax_rows(logits).tolist()
-    assert found[:4].tolist() == [17, 9000, 0, 0]
+    assert found[:4].tolist() == [17, -1, 0, -1]
 
 
 def test_merge_counts_empty_parts_as_nothing(device: torch.device, generator: torch.Generator) -> None:

@@ -133,12 +133,14 @@ assert os.waitpid(child, 0)[1] == 0
     assert process.returncode == 0, error
 
 
-def test_argmax_takes_the_lowest_index_and_never_nan() -> None:
+def test_argmax_takes_the_lowest_index_and_says_where_nan_is() -> None:
     logits = torch.randn(5, 1003)
     logits[0, [7, 500, 1002]] = 9.0
     logits[1, 1002] = 9.0
     logits[2] = -torch.inf
     logits[3, 3], logits[3, 4] = torch.nan, 9.0
     logits[4] = 1.0
-    assert argmax_rows(logits).tolist() == [7, 1002, 0, 4, 0]
-    assert plain_argmax_rows(logits).tolist() == [7, 1002, 0, 4, 0]
+    assert argmax_rows(logits).tolist() == [7, 1002, 0, -1, 0]
+    assert plain_argmax_rows(logits).tolist() == [7, 1002, 0, -1, 0]
+    logits[0, 1002] = torch.nan  # behind the last whole vector
+    assert argmax_rows(logits)[0] == plain_argmax_rows(logits)[0] == -1

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from kernels.dispatch import Ops
 from shared.messages import Sampling
-from shared.sampling import Finish, Sampler, choose_tokens, draw, nucleus, seed_of, token_logprob, uniform
+from shared.models.choice import choose
+from shared.sampling import Finish, Sampler, draw, nucleus, seed_of, token_logprob, uniform
 
+OPS = Ops("reference")
 VOCAB = 1000
 RNG = np.random.default_rng(7)
 
@@ -44,7 +48,9 @@ def test_greedy_takes_the_lowest_id_among_ties() -> None:
     row = np.zeros(VOCAB, np.float32)
     row[[500, 17, 900]] = 3.5
     assert sampler(temperature=0.0).choose(row).token == 17
-    assert [choice and choice.token for choice in choose_tokens(row[None], [sampler(temperature=0.0)])] == [17]
+    assert [
+        choice and choice.token for choice in choose(OPS, torch.from_numpy(row[None]), [sampler(temperature=0.0)])
+    ] == [17]
 
 
 def test_uniform_is_a_golden_function_of_seed_and_index() -> None:
@@ -64,8 +70,8 @@ def test_draws_follow_the_distribution() -> None:
 def test_result_does_not_depend_on_batch_or_attempt() -> None:
     rows = np.stack([logits() for _ in range(5)])
     seeds = [3, 5, 8, 13, 21]
-    together = choose_tokens(rows, [sampler(seed=seed) for seed in seeds])
-    alone = [choose_tokens(rows[i : i + 1], [sampler(seed=seed)])[0] for i, seed in enumerate(seeds)]
+    together = choose(OPS, torch.from_numpy(rows), [sampler(seed=seed) for seed in seeds])
+    alone = [choose(OPS, torch.from_numpy(rows[i : i + 1]), [sampler(seed=seed)])[0] for i, seed in enumerate(seeds)]
     assert together == alone
     first = sampler(seed=9, tokens=[1, 2, 3])
     first.accept(7)
@@ -197,7 +203,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_rows_that_are_not_numbers_do_not_hurt_their_neighbours() -> None:
     rows = np.stack([logits(), logits(), logits()])
     rows[1, 44] = np.nan
-    choices = choose_tokens(rows, [sampler(temperature=0.0), sampler(temperature=0.0), sampler(seed=1)])
+    choices = choose(OPS, torch.from_numpy(rows), [sampler(temperature=0.0), sampler(temperature=0.0), sampler(seed=1)])
     assert choices[1] is None and choices[0] is not None and choices[2] is not None
 
 

@@ -112,6 +112,7 @@ async def serve(actor_class: type[Actor], chosen: CommonSettings) -> int:
             await asyncio.gather(starting, return_exceptions=True)
         elif starting.exception() is None:
             log.info("started")
+            gc.collect()
             gc.freeze()  # what has been made until here lives on: looking through it all again would hold up tokens
             await _first(stop.wait(), actor.failed.wait(), bus.connection.closed.wait())
         unstarted = starting.exception() if not starting.cancelled() else None

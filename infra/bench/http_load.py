@@ -101,7 +101,11 @@ class _Arrivals(asyncio.Protocol):
         self.chunks.append((time.perf_counter(), data))
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self.closed.done():
+        if self.closed.done():
+            return
+        if error is not None:
+            self.closed.set_exception(error)
+        else:
             self.closed.set_result(None)
 
 

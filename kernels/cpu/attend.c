@@ -16,7 +16,7 @@
  * prefetched too early is gone when it is wanted. */
 #define AHEAD_BYTES 12288
 #define AHEAD_BYTES_WIDE 4096 /* elements of 16 bits and more */
-#define BETWEEN_BYTES 4096    /* beyond that, of V, between scores and values */
+#define BETWEEN_BYTES 4096    /* of V beyond that, prefetched during the softmax */
 #define SMALL_PAGE 4096       /* of the machine */
 
 /* Scratch of a calling thread, kept because fresh memory of this size would be paged in at every call. */
@@ -129,8 +129,8 @@ static void run_pass(void *context, int64_t task, int32_t thread) {
         const int32_t reach = (int32_t)least(distance, count);
         const int32_t waiting = (int32_t)least(BETWEEN_BYTES / layer->v.head_codes, count - reach);
         const kv_segment *v_ahead = mine + count + reach + waiting;
-        for (int32_t i = 0; i < reach + waiting; i++)
-            mine[2 * count + i] = next ? after[least(i, next - 1)] : mine[2 * count - 1];
+        for (int32_t i = 0; i < reach + waiting; i++) /* the last `waiting` again: the next head goes on from `reach` */
+            mine[2 * count + i] = next ? after[least(least(i, reach - 1), next - 1)] : mine[2 * count - 1];
         kv_piece w = {head, count, waiting, mine, mine + count, mine + reach, mine + count + reach, v_ahead};
         kv_attend_piece(j, pass, &w);
     }

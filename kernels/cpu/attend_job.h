@@ -37,8 +37,8 @@ typedef struct {
     int32_t blocks, block_heads, part_pages, pass_count, member_count;
 } kv_job;
 
-/* One KV head of the pages of a pass: `count` segments a list, `waiting` of them in `between`, which are prefetched while
- * scores become probabilities and nothing else is read. */
+/* One KV head of the pages of a pass: `count` segments a list, `waiting` of them in `between`, which are prefetched
+ * while scores become probabilities and nothing else is read. */
 typedef struct {
     int32_t head, count, waiting;
     const kv_segment *k, *v, *k_ahead, *between, *v_ahead;

@@ -35,8 +35,8 @@ static inline void prefetch_some(lines *to) {
     }
 }
 
-/* Scores to probabilities relative to the part's top; returns the top, the sum in *total. count is a multiple of 16. Some of
- * `waiting` is prefetched with each vector. */
+/* Scores to probabilities relative to the part's top; returns the top, the sum in *total. count is a multiple of 16. Some
+ * of `waiting` is prefetched with each vector. */
 static float softmax(float *s, int64_t count, float *total, lines *waiting) {
     v16 top = v_set(-INFINITY), sum = v_set(0.0f);
     for (int64_t t = 0; t < count; t += 16) top = v_max(top, v_load(s + t));
@@ -147,7 +147,7 @@ static void attend_tile(const kv_job *j, const kv_piece *w, const row *x, int ro
         const uint8_t *tail = call->tails + call->tail_slots[x[r].b] * layer->tail_bytes + layer->tail_k + tail_head;
         kv_tail_scores(layer, some, x[r].tail, tail, q + r * KV_MAX_DIM, s + r * STRIDE + sealed, STRIDE);
     }
-    const int64_t vectors = rows * (sealed + 15) / 16; /* at least */
+    const int64_t vectors = rows * (sealed / 16); /* and those of tails */
     lines waiting = {w->between, w->waiting, layer->v.head_codes, 0, 0};
     waiting.each = vectors ? (waiting.count * waiting.bytes / 64 + vectors - 1) / vectors : 0;
     for (int r = 0; r < rows; r++) weigh(j, x + r, w->count, s + r * STRIDE, &waiting);

@@ -59,8 +59,8 @@ KV_INLINE __m512 minimum_of(const uint8_t *bytes) {
 
 /* Two inputs of one row in all lanes. Addresses are one of three bases plus a multiple of the step from row to row: a
  * pointer for each of eight rows is more than there are registers. */
-KV_INLINE void find_rows(const uint16_t *x, int64_t stride, const char **base) {
-    for (int i = 0; i < 3; i++) base[i] = (const char *)(x + 3 * i * stride);
+KV_INLINE void find_rows(const int R, const uint16_t *x, int64_t stride, const char **base) {
+    for (int i = 0; 3 * i < R; i++) base[i] = (const char *)(x + 3 * i * stride);
 }
 KV_INLINE __m512i pair_of(const char *const *base, int64_t stride, int row, int pair) {
     int32_t both;
@@ -74,7 +74,7 @@ KV_INLINE void few_rows(const int R, const int format, const uint8_t *data, int6
     const int64_t bytes = kv_group_bytes(format);
     for (int64_t g = 0; g < groups; g++, data += 2 * bytes) {
         const char *base[3];
-        find_rows(x + g * KV_GROUP, stride, base);
+        find_rows(R, x + g * KV_GROUP, stride, base);
         prefetch(data, 2 * bytes);
         __m512 sum[8][2];
         _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
@@ -104,16 +104,18 @@ KV_INLINE void few_rows(const int R, const int format, const uint8_t *data, int6
     }
 }
 
-/* R rows times a decoded chunk, which `streams` from memory if this is its only use: weights [group][block][16 pairs], scales [group][block][scale, minimum]. */
-KV_INLINE void multiply(const int R, const int format, const int streams, const __m512i *weights, const __m512 *scales, int64_t groups,
-                        const uint16_t *x, int64_t stride, const float *sums, int64_t sum_stride, float *tile) {
+/* R rows times a decoded chunk: weights [group][block][16 pairs], scales [group][block][scale, minimum]. `streams`: this
+ * is the first use of weights that lie in memory as they are used; what follows them is prefetched. */
+KV_INLINE void multiply(const int R, const int format, const int streams, const __m512i *weights, const __m512 *scales,
+                        int64_t groups, const uint16_t *x, int64_t stride, const float *sums, int64_t sum_stride,
+                        float *tile) {
     const int scaled = format >= KV_W_Q8;
     __m512 sum[8][2];
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++) sum[r][h] = _mm512_load_ps(tile + r * 32 + h * 16);
     for (int64_t g = 0; g < groups; g++, weights += 32, scales += 4) {
         const char *base[3];
-        find_rows(x + g * KV_GROUP, stride, base);
+        find_rows(R, x + g * KV_GROUP, stride, base);
         if (streams) prefetch(weights, 2048);
         if (scaled)
             _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
@@ -159,7 +161,8 @@ typedef void (*multiply_fn)(const __m512i *weights, const __m512 *scales, int64_
                                                int64_t sum_stride, float *tile) {                                \
         multiply(n, f, streams, weights, scales, groups, x, stride, sums, sum_stride, tile);                     \
     }
-#define EIGHT(define, f) define(1, f) define(2, f) define(3, f) define(4, f) define(5, f) define(6, f) define(7, f) define(8, f)
+#define EIGHT(define, f) \
+    define(1, f) define(2, f) define(3, f) define(4, f) define(5, f) define(6, f) define(7, f) define(8, f)
 #define STREAM_BF16(n, f) MULTIPLY(n, f, stream_bf16_##n, 1)
 EIGHT(FEW, KV_W_Q8)
 EIGHT(FEW, KV_W_Q4)
@@ -189,13 +192,15 @@ KV_INLINE void many_rows(const int format, multiply_fn multiply8, const uint8_t 
         int64_t count = groups - g < chunk ? groups - g : chunk;
         const uint8_t *chunk_data = data + g * 2 * bytes;
         const __m512i *weights = format == KV_W_BF16 ? (const __m512i *)chunk_data : decoded;
-        for (int64_t b = 0; format != KV_W_BF16 && b < count * 2; b++) {
-            prefetch(chunk_data + b * bytes, bytes);
-            decode(format, chunk_data + b * bytes, decoded + b * 16, scales + b * 2);
-        }
+        if (format != KV_W_BF16)
+            for (int64_t b = 0; b < count * 2; b++) {
+                prefetch(chunk_data + b * bytes, bytes);
+                decode(format, chunk_data + b * bytes, decoded + b * 16, scales + b * 2);
+            }
         for (int64_t r = 0; r < rows; r += 8) {
             const multiply_fn times = format == KV_W_BF16 && r == 0 ? STREAM[7] : multiply8;
-            times(weights, scales, count, x + r * stride + g * 32, stride, sums + r * groups + g, groups, tile + r * 32);
+            const uint16_t *from = x + r * stride + g * 32;
+            times(weights, scales, count, from, stride, sums + r * groups + g, groups, tile + r * 32);
         }
     }
 }

@@ -48,7 +48,7 @@ class _Views(NamedTuple):
 class DecodeEngine:
     """Call everything on the compute thread. `report` receives a `Report`; `safe` says whether all leases hold.
 
-    A step is reported when the next one has begun to compute: the event loop then works beside it. Told at once, it
+    A step is reported when the next one is about to compute: the event loop then works beside it. Told at once, it
     would want the interpreter just when this thread needs it to begin.
     """
 
@@ -174,13 +174,21 @@ class DecodeEngine:
 
     def _forward(self, count: int) -> torch.Tensor:
         """Logits float32 [count, vocab] of the active rows, whose tail lengths already count the new token."""
+        try:
+            views = self._views_of(count)
+            return self._model.forward(views.tokens, views.positions, views.step, views.rows, meanwhile=self._catch_up)
+        finally:
+            self._catch_up()  # whatever failed, the step before did not
+
+    def _views_of(self, count: int) -> _Views:
+        """The tensors of the active rows, as they are now."""
         batch = self.batch
         views = self._views.get(count) or self._make_views(count)
         np.subtract(batch.tail_lengths[:count], 1, out=self._append_positions[:count])
         longest, shared = batch.max_pages(), self._shared_by(count)
         if longest != views.step.batch.max_pages or shared is not views.step.batch.shared:
             views.step.batch = replace(self._attention_batch(count, longest), shared=shared)
-        return self._model.forward(views.tokens, views.positions, views.step, views.rows, meanwhile=self._catch_up)
+        return views
 
     def _make_views(self, count: int) -> _Views:
         assert self._memory is not None, "map() comes first"

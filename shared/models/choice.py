@@ -14,7 +14,7 @@ from shared.sampling import Choice, Sampler
 def choose(ops: Ops, logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice | None]:
     """One choice per row of `logits`, float32 [rows, vocab] on any device; None where the row has NaN. Waits for them.
 
-    From a GPU one id a row comes to the host, and the whole row only where the sampler needs it.
+    From a GPU one id a row comes to the host; whole rows are copied only where the sampler needs them.
     """
     choices = [None if token < 0 else Choice(token) for token in ops.argmax_rows(logits).tolist()]
     rows = [row for row, choice in enumerate(choices) if choice is not None and not samplers[row].plain]

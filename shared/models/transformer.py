@@ -62,8 +62,8 @@ class Transformer:
         """Writes the keys and values of `tokens` (int64 [T], at absolute `positions`, int64 [T]) as `kv` says.
 
         Returns float32 logits [len(logits_rows), vocab] of those rows, on the model's device, until the next call; none
-        are computed for an empty list. `meanwhile` is called once, as soon as the pass runs without this thread (a CUDA
-        graph, or C up to its end); before the pass where it never does.
+        are computed for an empty list. `meanwhile` is called once: when a CUDA graph has been launched, otherwise just
+        before the pass computes.
         """
         if self._native is not None:
             return self._native.forward(tokens, positions, kv, logits_rows, meanwhile)

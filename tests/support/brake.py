@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from shared.models.native import nothing
 
 HELD_LIMIT_S = 60.0
 
@@ -14,7 +17,8 @@ HELD_LIMIT_S = 60.0
 class Brake:
     """Lets the next `passes` forward passes of `model` through and holds the others until told.
 
-    A held pass blocks its compute thread, which takes no commands meanwhile: release it before waiting for an end.
+    A held pass blocks its compute thread, which takes no commands meanwhile: release it before waiting for an end. What
+    the engine has to do meanwhile is done, as when the pass computes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Any, passes: int = 0) -> None:
@@ -33,7 +37,8 @@ class Brake:
         """All from now on."""
         self.allow(math.inf)
 
-    def _held(self, *arguments: Any) -> Any:
+    def _held(self, *arguments: Any, meanwhile: Callable[[], None] = nothing) -> Any:
+        meanwhile()
         with self._changed:
             if not self._changed.wait_for(lambda: self._left > 0, HELD_LIMIT_S):
                 raise AssertionError("the test never released the model")

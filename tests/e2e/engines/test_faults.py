@@ -204,7 +204,7 @@ async def test_a_failing_model_ends_everything_at_once(
         gateway, worker = running.gateway, getattr(running, actor)
         broken = threading.Event()
 
-        def fail(*_: Any) -> None:
+        def fail(*_: Any, **__: Any) -> None:
             broken.wait(10)
             raise RuntimeError("the test breaks the model")
 

@@ -26,8 +26,8 @@ async def test_a_prompt_whose_page_is_let_again_under_the_forward_pass(
     gateway, model = running.gateway, running.prefill.engine._model
     generations, forward = running.manager.memory.pools["cpu0"].generations, model.forward
 
-    def re_tenant(*arguments: Any) -> Any:
-        logits = forward(*arguments)
+    def re_tenant(*arguments: Any, **named: Any) -> Any:
+        logits = forward(*arguments, **named)
         (job,) = running.prefill._jobs.values()
         generations[unpack_u32(job.held.table.indices)[0]] += 1
         return logits
@@ -49,8 +49,8 @@ async def test_a_sequence_whose_page_is_let_again_under_a_step(
     emitted: list[int] = []
     armed = threading.Event()
 
-    def re_tenant(*arguments: Any) -> Any:
-        logits = forward(*arguments)
+    def re_tenant(*arguments: Any, **named: Any) -> Any:
+        logits = forward(*arguments, **named)
         if armed.is_set():
             armed.clear()
             victim = engine._sequences[works[1].request_id, 0]
@@ -84,9 +84,9 @@ async def test_nothing_is_computed_while_leases_may_have_run_out(
     runs: list[int] = []
     forward = worker.engine._model.forward
 
-    def count(*arguments: Any) -> Any:
+    def count(*arguments: Any, **named: Any) -> Any:
         runs.append(1)
-        return forward(*arguments)
+        return forward(*arguments, **named)
 
     monkeypatch.setattr(worker.engine._model, "forward", count)
     brake = Brake(monkeypatch, running.decode.engine._model, passes=2)

@@ -27,8 +27,9 @@ def test_a_peer_without_the_scenario_has_no_ratio() -> None:
     rounds = {
         ("kvrelay int8", "1x64"): [figures(8.0)],
         ("kvrelay int8", "8x64"): [figures(9.0)],
-        ("llama-cpp-python", "1x64"): [figures(4.0)],
+        ("llama-cpp-python", "1x64"): [figures(4.0, prefill=0.0)],
     }
+    assert [line["× llama-cpp-python"] for line in rows(rounds) if line["figure"] == "prefill_tok_s"] == [None, None]
     lines = {line["scenario"]: line for line in rows(rounds) if line["figure"] == "decode_tok_s"}
     assert lines["1x64"]["× llama-cpp-python"] == 2.0
     assert lines["8x64"]["× llama-cpp-python"] is None and lines["8x64"]["llama-cpp-python"] is None

@@ -193,3 +193,25 @@ def test_the_last_step_is_reported_at_once(world: World) -> None:
         steps += 1
         assert len(emitted) == steps - 1
     assert len(emitted) == steps + 1 and emitted[-1].finish is not None
+
+
+def test_a_step_is_reported_even_if_the_next_one_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted = []
+    engine = decode(world, lambda event: emitted.extend(event.emissions))
+    assert engine.step() and not emitted
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the test breaks the model")
+
+    monkeypatch.setattr(world.model, "forward", fail)
+    with pytest.raises(RuntimeError, match="breaks the model"):
+        engine.step()
+    assert len(emitted) == 1
+
+
+def test_a_step_is_reported_when_leases_are_not_safe_any_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted = []
+    engine = decode(world, lambda event: emitted.extend(event.emissions))
+    assert engine.step() and not emitted
+    monkeypatch.setattr(engine, "_safe", lambda: False)
+    assert not engine.step() and len(emitted) == 1

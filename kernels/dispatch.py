@@ -90,7 +90,9 @@ def select(name: str = "auto", device: str = "cpu") -> Ops:
         for backend in BACKENDS if device == "cuda" else BACKENDS[1:]:
             reason = _why_not(backend, device)
             if not reason:
-                log.info("kernels: %s%s", backend, f" ({'; '.join(reasons)})" if reasons else "")
+                slow = backend == "reference"  # orders of magnitude: nobody should have to guess why
+                because = f" ({'; '.join(reasons)})" if reasons else ""
+                log.log(logging.WARNING if slow else logging.INFO, "kernels: %s%s", backend, because)
                 return Ops(backend)
             reasons.append(f"{backend}: {reason}")
     if name not in BACKENDS:

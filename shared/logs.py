@@ -28,20 +28,27 @@ def setup(level: LogLevel = "info", form: LogFormat = "auto", **fields: str) -> 
             event.setdefault(key, value)
         return event
 
+    start: list[Any] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        common,
+        _add_trace,
+    ]
+    end = [structlog.processors.format_exc_info if not console else _unchanged, renderer]
     structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            common,
-            _add_trace,
-            structlog.processors.format_exc_info if not console else _unchanged,
-            renderer,
-        ],
+        processors=[*start, *end],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[structlog.stdlib.add_logger_name, *start],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *end],
+    )
+    libraries = logging.StreamHandler(sys.stderr)  # they, and `kernels`, log with Python's own
+    libraries.setFormatter(formatter)
+    logging.basicConfig(level=logging.WARNING, handlers=[libraries])
+    logging.getLogger("kernels").setLevel(number)
     # the exporter tells each failed attempt to reach a collector; telemetry.py tells it once
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 

@@ -51,7 +51,7 @@ def findings(cache_dir: Path, shm_dir: Path) -> Iterator[Finding]:
     yield _memory()
     yield _room("shared memory", shm_dir, MIN_SHM, "docker run --shm-size=2g, or KVRELAY_SHM_DIR=a larger tmpfs")
     yield _room("model cache", cache_dir, MIN_DISK, "free some space, or point KVRELAY_CACHE_DIR elsewhere")
-    yield _compiler()
+    yield compiler()
     yield _gpu()
     yield _nats_binary()
 
@@ -114,7 +114,8 @@ def _room(name: str, folder: Path, wanted: int, fix: str) -> Finding:
     return Finding(name, "ok" if fine else "warn", f"{size(free)} free in {folder}", "" if fine else fix)
 
 
-def _compiler() -> Finding:
+def compiler() -> Finding:
+    """Whether native kernels can be compiled here."""
     name, slow = "C compiler", "without it the slow reference kernels are used"
     try:
         command = build.compiler()

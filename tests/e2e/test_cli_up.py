@@ -187,6 +187,18 @@ def test_what_the_actors_cannot_do_ends_the_start_with_their_reason(
     assert word in done.stderr and "Traceback" not in done.stderr
 
 
+def test_without_a_compiler_it_answers_and_says_that_it_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "false")
+    with pipeline(tmp_path, *OPTIONS) as there:
+        assert "reference kernels" in there.log.read_text()
+        answer = there.generate("One two three", "--raw", "--max-tokens", "2")
+        for actor in ("prefill", "decode"):
+            lines = map(json.loads, (tmp_path / "logs" / f"{actor}.log").read_text().splitlines())
+            (said,) = [line["event"] for line in lines if line["level"] == "warning"]
+            assert "kernels: reference" in said and "failed" in said
+    assert answer["usage"]["completion_tokens"] == 2
+
+
 def test_wrong_credentials_of_an_external_server_are_refused_at_once(running: Pipeline, tmp_path: Path) -> None:
     url = f"nats://admin:wrong@127.0.0.1:{running.nats_port}"
     command = [sys.executable, "-m", "services.cli", "up", "--state-dir", str(tmp_path), "--nats-url", url]

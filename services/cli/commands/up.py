@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from infra.nats.server import port_is_free
-from services.cli import console
+from services.cli import console, machine
 from services.cli.application import application
 from services.cli.connection import login_in
 from services.cli.options import KINDS, environment, known, misspelt, with_settings
@@ -36,6 +36,9 @@ def up(
     """
     for variable, meant in misspelt(os.environ):
         console.warn(f"{variable} is no setting; did you mean {meant}?")
+    compiler = machine.compiler()
+    if compiler.level != "ok":
+        console.warn(f"{compiler.name}: {compiler.value}; {compiler.fix}")
     for kind in KINDS.values():
         settings.load(kind, known(kind, flags))
     gateway = settings.load(settings.GatewaySettings, known(settings.GatewaySettings, flags))

@@ -9,13 +9,16 @@ import sys
 import pytest
 
 PROGRAM = """
-import sys
+import logging, sys
 from opentelemetry import context as otel
 from shared import logs, telemetry
 logs.setup(sys.argv[1], sys.argv[2], actor="prefill")
 log = logs.get()
 log.debug("a detail")
 log.info("started", port=1)
+logging.getLogger("kernels.dispatch").info("kernels: cpu")
+logging.getLogger("a.library").info("chatter")
+logging.getLogger("a.library").warning("of %s", "note")
 telemetry.setup("prefill", "prefill-1", None)
 _, below = telemetry.start_request("x", otel.Context(), {})
 token = otel.attach(below)
@@ -46,9 +49,10 @@ def test_a_traceback_does_not_show_the_users_words(form: str) -> None:
 
 def test_json_lines_carry_actor_and_trace() -> None:
     found = [json.loads(line) for line in lines("info", "json").splitlines()]
-    assert [line["event"] for line in found] == ["started", "inside", "failed"]
+    assert [line["event"] for line in found] == ["started", "kernels: cpu", "of note", "inside", "failed"]
     assert all(line["actor"] == "prefill" and line["timestamp"].endswith("Z") for line in found)
-    assert len(found[1]["trace_id"]) == 32 and "trace_id" not in found[0]
+    assert found[2]["logger"] == "a.library" and found[2]["level"] == "warning"
+    assert len(found[3]["trace_id"]) == 32 and "trace_id" not in found[0]
 
 
 def test_the_level_decides_what_is_said() -> None:

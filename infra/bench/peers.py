@@ -26,10 +26,10 @@ from shared.models.files import demo_gguf
 
 SCENARIOS = (
     Scenario("1x64", 1, 64, 128),
-    Scenario("1x4096", 1, 4096, 64),
+    Scenario("1x4096", 1, 4096, 128),
     Scenario("8x64", 8, 64, 128),
-    Scenario("8x4096", 8, 4096, 64),
-    Scenario("32x512", 32, 512, 64),
+    Scenario("8x4096", 8, 4096, 128),
+    Scenario("32x512", 32, 512, 128),
 )
 SINGLE_STREAM_ONLY = {"llama-cpp-python"}
 _CONTEXT = 8192

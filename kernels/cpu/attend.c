@@ -1,9 +1,10 @@
 /* Decode attention: one query per sequence over its pages and its tail.
  *
- * Work is cut into parts of KV_PART tokens of a sequence and a few KV heads; a part whose pages several sequences share is
- * read once for all of them. Parts run on any thread. Within a part: all scores, one softmax, all values, so nothing is
- * rescaled. The thread that finishes the last part of a sequence merges its parts in order. Where cuts are depends on the
- * sequence alone, so a row's bits depend neither on its neighbours in the batch nor on the number of threads.
+ * Work is cut into parts of KV_PART or KV_PART_WIDE tokens of a sequence and a few KV heads; a part whose pages several
+ * sequences share is read once for all of them. Parts run on any thread. Within a part: all scores, one softmax, all
+ * values, so nothing is rescaled. The thread that finishes the last part of a sequence merges its parts in order. Where
+ * cuts are depends on the sequence alone, so a row's bits depend neither on its neighbours in the batch nor on the number
+ * of threads.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -11,11 +12,11 @@
 #include "attend_job.h"
 #include "threads.h"
 
-#define PART_PAGES_MAX 16     /* KV_PART / 16 */
+#define PART_PAGES_MAX 32     /* KV_PART_WIDE / 16 */
 /* Prefetch distances. Pages lie multiples of 4 KiB apart, so one head's codes compete for the same sets of L1: what is
  * prefetched too early is gone when it is wanted. */
 #define AHEAD_BYTES 12288
-#define AHEAD_BYTES_WIDE 4096 /* elements of 16 bits and more */
+#define AHEAD_BYTES_WIDE 6144 /* elements of 16 bits and more */
 #define BETWEEN_BYTES 4096    /* of V beyond that, prefetched during the softmax */
 #define SMALL_PAGE 4096       /* of the machine */
 
@@ -154,17 +155,23 @@ static int32_t count_parts(const kv_job *j, int32_t b) {
     return pages <= j->part_pages ? 1 : (pages + j->part_pages - 1) / j->part_pages;
 }
 
+/* Heads of a task: a few, because those of one page lie together; one if threads would be left without work. */
+static void share_out_heads(kv_job *j, size_t parts) {
+    const int32_t heads = j->layer->kv_heads;
+    int64_t some = least(256 / j->layer->head_dim, heads);
+    if (parts * (size_t)heads < 4 * (size_t)kv_threads()) some = 1;
+    j->block_heads = some < 1 ? 1 : (int32_t)some;
+    j->blocks = (heads + j->block_heads - 1) / j->block_heads;
+}
+
 /* Returns 0, or -1 if there is no memory for partial results. */
 int32_t kv_attend_decode(const kv_layer *layer, const kv_decode *call) {
     const int32_t n = call->sequences;
-    kv_job j = {.layer = layer, .call = call, .part_pages = KV_PART / layer->block_size};
-    j.block_heads = 256 / layer->head_dim; /* heads of one page lie together; few heads leave parts to share out */
-    if (j.block_heads < 1) j.block_heads = 1;
-    if (j.block_heads > layer->kv_heads) j.block_heads = layer->kv_heads;
-    j.blocks = (layer->kv_heads + j.block_heads - 1) / j.block_heads;
-
+    const int wide = layer->k.kind <= KV_FP16 && layer->v.kind <= KV_FP16;
+    kv_job j = {.layer = layer, .call = call, .part_pages = (wide ? KV_PART_WIDE : KV_PART) / layer->block_size};
     size_t parts = 0;
     for (int32_t b = 0; b < n; b++) parts += (size_t)count_parts(&j, b);
+    share_out_heads(&j, parts);
     const size_t sequences = (size_t)n, left = sequences * (size_t)j.blocks;
     const size_t words = sequences + 1 + left + parts + sequences + 3 * parts; /* part_start, left, members, passes */
     const size_t index_bytes = (words * sizeof(int32_t) + 63) / 64 * 64;

@@ -3,7 +3,7 @@
 
 #include "attend_job.h"
 
-#define STRIDE (KV_PART + KV_MAX_TOKENS) /* of scores */
+#define STRIDE (KV_PART_WIDE + KV_MAX_TOKENS) /* of scores */
 #define LINE_ALIGNED __attribute__((aligned(64))) /* a vector in two cache lines costs two loads */
 
 static void load_row(int kind, const void *p, int64_t element, int dim, float scale, float *to) {

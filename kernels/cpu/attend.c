@@ -16,7 +16,7 @@
 /* Prefetch distances. Pages lie multiples of 4 KiB apart, so one head's codes compete for the same sets of L1: what is
  * prefetched too early is gone when it is wanted. */
 #define AHEAD_BYTES 12288
-#define AHEAD_BYTES_WIDE 6144 /* elements of 16 bits and more */
+#define AHEAD_BYTES_WIDE 6144 /* fp16 and fp32 */
 #define BETWEEN_BYTES 4096    /* of V beyond that, prefetched during the softmax */
 #define SMALL_PAGE 4096       /* of the machine */
 
@@ -110,7 +110,8 @@ static void run_pass(void *context, int64_t task, int32_t thread) {
     kv_segment order[2][3 * PART_PAGES_MAX]; /* K, V of a head, then room for the next head's first K */
     int32_t count = 0, next = at.count;
     list_segments(j, at.b, at.first_head, at.first, next, order[0]);
-    int64_t distance = (layer->k.kind <= KV_FP16 ? AHEAD_BYTES_WIDE : AHEAD_BYTES) / layer->k.head_codes;
+    const int wide = layer->k.kind == KV_FP16 || layer->k.kind == KV_FP32;
+    int64_t distance = (wide ? AHEAD_BYTES_WIDE : AHEAD_BYTES) / layer->k.head_codes;
     distance = distance < 2 ? 2 : distance; /* segments */
     if (task < kv_threads())
         for (int64_t i = 0; i < least(distance, next); i++)
@@ -130,7 +131,8 @@ static void run_pass(void *context, int64_t task, int32_t thread) {
         const int32_t reach = (int32_t)least(distance, count);
         const int32_t waiting = (int32_t)least(BETWEEN_BYTES / layer->v.head_codes, count - reach);
         const kv_segment *v_ahead = mine + count + reach + waiting;
-        for (int32_t i = 0; i < reach + waiting; i++) /* the last `waiting` again: the next head goes on from `reach` */
+        const int32_t beyond = reach + waiting > KV_AGAIN ? reach + waiting : KV_AGAIN;
+        for (int32_t i = 0; i < beyond; i++) /* the last `waiting` again: the next head goes on from `reach` */
             mine[2 * count + i] = next ? after[least(least(i, reach - 1), next - 1)] : mine[2 * count - 1];
         kv_piece w = {head, count, waiting, mine, mine + count, mine + reach, mine + count + reach, v_ahead};
         kv_attend_piece(j, pass, &w);

@@ -40,13 +40,16 @@ INLINE void dot(const int tokens, const int rows, const int vectors, int dim, co
                 for (int j = 0; j < vectors; j++) {
                     k[j] = (__m512bh)_mm512_permutexvar_epi16(first, _mm512_loadu_si512(page[j].codes + at));
                     PREFETCH(ahead[j].codes + at);
+                    prefetch_again(page + j, vectors, at);
                 }
             else {
                 const __m512i a = _mm512_loadu_si512(page->codes + at), b = _mm512_loadu_si512(page->codes + at + 64);
                 k[0] = (__m512bh)_mm512_permutex2var_epi16(a, first, b);
                 k[1] = (__m512bh)_mm512_permutex2var_epi16(a, second, b);
-                PREFETCH(ahead->codes + at);
-                PREFETCH(ahead->codes + at + 64);
+                for (int line = 0; line < 128; line += 64) {
+                    PREFETCH(ahead->codes + at + line);
+                    prefetch_again(page, 1, at + line);
+                }
             }
             for (int r = 0; r < rows; r++) {
                 const __m512bh x = pair_of(q + r * KV_MAX_DIM + c + 2 * u);

@@ -45,7 +45,10 @@ INLINE void add_token(const int rows, int dim, int tokens, const kv_segment *pag
         v[j + 1] = _mm512_castsi512_ps(_mm512_and_si512(both, top));
     }
     if (ahead)
-        for (int at = 0; at < WIDE * 32; at += 64) PREFETCH(ahead[i].codes + (t * dim + first) * 2 + at);
+        for (int at = 0; at < WIDE * 32; at += 64) {
+            PREFETCH(ahead[i].codes + (t * dim + first) * 2 + at);
+            prefetch_again(page + i, 2, (t * dim + first) * 2 + at);
+        }
     for (int r = 0; r < rows; r++) {
         v16 weight = v_set(p[r * stride + i * tokens + t]);
         for (int j = 0; j < WIDE; j++) sum[r][j] = v_fma(weight, v[j], sum[r][j]);

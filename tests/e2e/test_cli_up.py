@@ -187,7 +187,7 @@ def test_what_the_actors_cannot_do_ends_the_start_with_their_reason(
     assert word in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_a_compiler_it_answers_and_says_that_it_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_answers_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "false")
     with pipeline(tmp_path, *OPTIONS) as there:
         assert "reference kernels" in there.log.read_text()

@@ -16,7 +16,7 @@
 /* Prefetch distances. Pages lie multiples of 4 KiB apart, so one head's codes compete for the same sets of L1: what is
  * prefetched too early is gone when it is wanted. */
 #define AHEAD_BYTES 12288
-#define AHEAD_BYTES_WIDE 6144 /* fp16 and fp32 */
+#define AHEAD_BYTES_NEAR 6144 /* fp16 and fp32; bf16 gains from more, with prefetch_again and without */
 #define BETWEEN_BYTES 4096    /* of V beyond that, prefetched during the softmax */
 #define SMALL_PAGE 4096       /* of the machine */
 
@@ -110,8 +110,8 @@ static void run_pass(void *context, int64_t task, int32_t thread) {
     kv_segment order[2][3 * PART_PAGES_MAX]; /* K, V of a head, then room for the next head's first K */
     int32_t count = 0, next = at.count;
     list_segments(j, at.b, at.first_head, at.first, next, order[0]);
-    const int wide = layer->k.kind == KV_FP16 || layer->k.kind == KV_FP32;
-    int64_t distance = (wide ? AHEAD_BYTES_WIDE : AHEAD_BYTES) / layer->k.head_codes;
+    const int near = layer->k.kind == KV_FP16 || layer->k.kind == KV_FP32;
+    int64_t distance = (near ? AHEAD_BYTES_NEAR : AHEAD_BYTES) / layer->k.head_codes;
     distance = distance < 2 ? 2 : distance; /* segments */
     if (task < kv_threads())
         for (int64_t i = 0; i < least(distance, next); i++)

@@ -155,16 +155,23 @@ class Dispatcher:
         """Whether a request that has heard nothing for `quiet` seconds will never hear anything.
 
         A prompt may take minutes among others, so a busy prefill worker is left alone. Two heartbeats tell the rest:
-        an owner that is not there, or that has nothing in hand, has lost it. Who decodes speaks at every step.
+        an owner that is not there, or that has nothing in hand, has lost it. Who decodes speaks at every step, however
+        long that takes; whoever is two steps further has forgotten it.
         """
-        owner = request.owner or ""
-        idle = self._watch.idle(owner)
-        if quiet <= self._watch.silence_s:
+        watch, owner = self._watch, request.owner or ""
+        idle = watch.idle(owner)
+        if quiet <= watch.silence_s:
             return False
-        if not self._watch.alive(owner) or (idle and not request.handing_over):
+        if not watch.alive(owner) or (idle and not request.handing_over):
             return True
-        decoding = request.spoke and (idle or not request.handing_over)
-        return quiet > self._stall_s and (decoding or not self._watch.healthy(owner))
+        if quiet <= self._stall_s:
+            return False
+        if not watch.healthy(owner):
+            return True
+        if not request.spoke or (request.handing_over and not idle):
+            return False
+        decoding = watch.instances("decode") if request.handing_over else [owner]
+        return not any(watch.computing(worker, request.progress_at) for worker in decoding)
 
     # --- tokens ------------------------------------------------------------------------------------------------------
 

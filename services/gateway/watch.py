@@ -7,6 +7,7 @@ are never reused, so an exited one stays dead, whatever late heartbeat may still
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ KINDS = ("gateway", "prefill", "decode", "block_manager", "offload")
 
 @dataclass(slots=True)
 class Seen:
-    """The last heartbeat of an instance and when it came."""
+    """The last heartbeat of an instance and when it came; `stepped`: when the last two came that told of new steps."""
 
     beat: Heartbeat
     at: float
+    stepped: tuple[float, float] = (-math.inf, -math.inf)
 
 
 class Watch:
@@ -40,8 +42,11 @@ class Watch:
             return False
         before = self._alive.get(heartbeat.instance)
         self._kinds[heartbeat.instance] = heartbeat.actor
-        self._alive[heartbeat.instance] = Seen(heartbeat, now)
-        return (before is not None and self._serves(before)) != self._serves(self._alive[heartbeat.instance])
+        seen = self._alive[heartbeat.instance] = Seen(heartbeat, now)
+        if before is not None:
+            grown = heartbeat.details.get("steps") != before.beat.details.get("steps")
+            seen.stepped = (before.stepped[1], now) if grown else before.stepped
+        return (before is not None and self._serves(before)) != self._serves(seen)
 
     def exited(self, event: ActorExited) -> bool:
         """Notes an exit; True if the instance was not known to be dead yet."""
@@ -89,6 +94,20 @@ class Watch:
         """Alive and making progress; it may be draining."""
         seen = self._alive.get(instance)
         return seen is not None and seen.beat.ready
+
+    def computing(self, instance: str, since: float) -> bool:
+        """Healthy, with work in hand, and not two steps further than at `since`: it may not have had the time to speak.
+
+        Of an instance that does not tell its steps nothing is known. One whose step never ends gives itself up.
+        """
+        seen = self._alive.get(instance)
+        if seen is None or not seen.beat.ready or self.idle(instance):
+            return False
+        return "steps" in seen.beat.details and seen.stepped[0] <= since
+
+    def instances(self, kind: str) -> list[str]:
+        """Those of `kind` that are alive."""
+        return [name for name, seen in self._alive.items() if seen.beat.actor == kind]
 
     def ready(self, kind: str) -> list[str]:
         """Instances of `kind` that take new work."""

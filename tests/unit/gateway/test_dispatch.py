@@ -1,4 +1,4 @@
-"""How long a request may go without anybody who could serve it, by a clock that the tests move."""
+"""How long a request may go without a token or without anybody who could serve it, by a clock that the tests move."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Workers:
         self.clock = ManualClock()
         self.watch = Watch()
         self.alive = {"block_manager", "prefill", "decode"}
+        self.details: dict[str, dict[str, int]] = {}  # of heartbeats, by actor
         self.refusal: KvrelayError | None = None
         metrics = Metrics(self.watch)
         self.dispatcher = Dispatcher(
@@ -77,7 +78,9 @@ class Workers:
             await self.clock.advance(1)
             now = self.clock.monotonic()
             for kind in self.alive:
-                self.watch.beat(Heartbeat(actor=kind, instance=f"{kind}-1", pid=1, ready=True), now)
+                details = self.details.get(kind, {})
+                beat = Heartbeat(actor=kind, instance=f"{kind}-1", pid=1, ready=True, details=details)
+                self.watch.beat(beat, now)
             for instance, silent_s in self.watch.sweep(now):
                 self.dispatcher.died(instance, silent_s)
             self.dispatcher.sweep()
@@ -100,6 +103,15 @@ async def running(workers: Workers) -> Live:
     live = workers.submit()
     await settle()
     assert live.request.state is State.RUNNING
+    return live
+
+
+async def decoding(workers: Workers) -> Live:
+    """A request whose decode worker has spoken once."""
+    live = await running(workers)
+    workers.token(live, "prefill-1")
+    workers.token(live, "decode-1")
+    workers.details = {"prefill": {"running": 0, "waiting": 0}, "decode": {"running": 1, "waiting": 0, "steps": 1}}
     return live
 
 
@@ -175,3 +187,47 @@ async def test_a_stream_that_lost_its_worker_waits_in_the_queue_no_longer_than_p
     assert live.request.state is not State.DONE
     await workers.wait(2)
     assert isinstance(await error_of(live), Unavailable)
+
+
+async def test_a_step_takes_as_long_as_it_takes(workers: Workers) -> None:
+    live = await decoding(workers)
+    await workers.wait(100)
+    assert (live.request.state, live.request.attempt) == (State.RUNNING, 0)
+    workers.token(live, "decode-1")
+    workers.details["decode"]["steps"] = 2
+    await workers.wait(100)
+    workers.token(live, "decode-1")
+    workers.details["decode"]["steps"] = 3
+    await workers.wait(100)
+    assert (live.request.attempt, len(live.request.emitted)) == (0, 4)
+
+
+async def test_so_does_the_first_step_of_a_sequence(workers: Workers) -> None:
+    """Nobody has said yet that he decodes it."""
+    live = await running(workers)
+    workers.token(live, "prefill-1")
+    workers.details = {"prefill": {"running": 0, "waiting": 0}, "decode": {"running": 1, "waiting": 0, "steps": 0}}
+    await workers.wait(100)
+    assert (live.request.state, live.request.attempt) == (State.RUNNING, 0)
+
+
+async def test_a_sequence_that_the_others_have_left_behind_starts_again(workers: Workers) -> None:
+    """Its last items were lost on the way, or its worker forgot it: 10 s, if others are two steps further."""
+    live = await decoding(workers)
+    for step in range(2, 12):
+        workers.details["decode"]["steps"] = step
+        await workers.wait(1)
+    assert live.request.attempt == 0
+    workers.details["decode"]["steps"] = 12
+    await workers.wait(1)
+    assert live.request.attempt == 1
+
+
+async def test_a_hand_over_that_nobody_has_in_hand_starts_again(workers: Workers) -> None:
+    live = await running(workers)
+    workers.token(live, "prefill-1")
+    workers.details = {kind: {"running": 0, "waiting": 0, "steps": 0} for kind in ("prefill", "decode")}
+    await workers.wait(10)
+    assert live.request.attempt == 0
+    await workers.wait(1)
+    assert live.request.attempt == 1

@@ -47,7 +47,7 @@ def setup(level: LogLevel = "info", form: LogFormat = "auto", **fields: str) -> 
     )
     libraries = logging.StreamHandler(sys.stderr)  # they, and `kernels`, log with Python's own
     libraries.setFormatter(formatter)
-    logging.basicConfig(level=logging.WARNING, handlers=[libraries])
+    logging.basicConfig(level=max(logging.WARNING, number), handlers=[libraries])
     logging.getLogger("kernels").setLevel(number)
     # the exporter tells each failed attempt to reach a collector; telemetry.py tells it once
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)

@@ -3,8 +3,8 @@
  * Work is cut into parts of KV_PART or KV_PART_WIDE tokens of a sequence and a few KV heads; a part whose pages several
  * sequences share is read once for all of them. Parts run on any thread. Within a part: all scores, one softmax, all
  * values, so nothing is rescaled. The thread that finishes the last part of a sequence merges its parts in order. Where
- * cuts are depends on the sequence alone, so a row's bits depend neither on its neighbours in the batch nor on the number
- * of threads.
+ * a sequence's tokens are cut depends on it alone, and heads have nothing to do with each other, so a row's bits depend
+ * neither on its neighbours in the batch nor on the number of threads.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -132,7 +132,7 @@ static void run_pass(void *context, int64_t task, int32_t thread) {
         const int32_t waiting = (int32_t)least(BETWEEN_BYTES / layer->v.head_codes, count - reach);
         const kv_segment *v_ahead = mine + count + reach + waiting;
         const int32_t beyond = reach + waiting > KV_AGAIN ? reach + waiting : KV_AGAIN;
-        for (int32_t i = 0; i < beyond; i++) /* the last `waiting` again: the next head goes on from `reach` */
+        for (int32_t i = 0; count && i < beyond; i++) /* the last `waiting` again: the next head goes on from `reach` */
             mine[2 * count + i] = next ? after[least(least(i, reach - 1), next - 1)] : mine[2 * count - 1];
         kv_piece w = {head, count, waiting, mine, mine + count, mine + reach, mine + count + reach, v_ahead};
         kv_attend_piece(j, pass, &w);
@@ -157,7 +157,8 @@ static int32_t count_parts(const kv_job *j, int32_t b) {
     return pages <= j->part_pages ? 1 : (pages + j->part_pages - 1) / j->part_pages;
 }
 
-/* Heads of a task: a few, because those of one page lie together; one if threads would be left without work. */
+/* Heads of a task: a few, because those of one page lie together; one if there are few parts (counted before sequences
+ * share them) for the threads. */
 static void share_out_heads(kv_job *j, size_t parts) {
     const int32_t heads = j->layer->kv_heads;
     int64_t some = least(256 / j->layer->head_dim, heads);

@@ -8,8 +8,8 @@
 #include <stdint.h>
 
 #define KV_ROWS 4      /* query rows of a tile */
-#define KV_PART 256    /* tokens of a part: its codes fit L2, its scores L1 */
-#define KV_PART_WIDE 512 /* where keys and values have 16 bits or more and no scales, which would crowd L1 */
+#define KV_PART 256      /* tokens of a part: its scores fit L1 */
+#define KV_PART_WIDE 512 /* the same for keys and values without scales, which are kept beside the scores */
 #define KV_MAX_DIM 256 /* head_dim; also the row stride of q and of accumulators */
 #define KV_MAX_TOKENS 32 /* block_size */
 

@@ -156,22 +156,22 @@ class Dispatcher:
 
         A prompt may take minutes among others, so a busy prefill worker is left alone. Two heartbeats tell the rest:
         an owner that is not there, or that has nothing in hand, has lost it. Who decodes speaks at every step, however
-        long that takes; whoever is two steps further has forgotten it.
+        long that takes; after `stall_s`, whoever is further than the step that owes the next token has forgotten it.
+        That is two steps, and one more in a hand-over: a step that began before it could not take it in.
         """
         watch, owner = self._watch, request.owner or ""
-        idle = watch.idle(owner)
         if quiet <= watch.silence_s:
             return False
-        if not watch.alive(owner) or (idle and not request.handing_over):
+        if not watch.alive(owner) or (watch.idle(owner) and not request.handing_over):
             return True
         if quiet <= self._stall_s:
             return False
         if not watch.healthy(owner):
             return True
-        if not request.spoke or (request.handing_over and not idle):
-            return False
-        decoding = watch.instances("decode") if request.handing_over else [owner]
-        return not any(watch.computing(worker, request.progress_at) for worker in decoding)
+        if not request.handing_over:
+            return request.spoke and not watch.computing(owner, request.progress_at, 2)
+        decoding = (watch.computing(worker, request.progress_at, 3) for worker in watch.instances("decode"))
+        return watch.detail(owner, "waiting") == 0 and not any(decoding)
 
     # --- tokens ------------------------------------------------------------------------------------------------------
 

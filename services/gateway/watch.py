@@ -7,7 +7,6 @@ are never reused, so an exited one stays dead, whatever late heartbeat may still
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +14,16 @@ from typing import Any
 from shared.messages import ActorExited, Heartbeat
 
 KINDS = ("gateway", "prefill", "decode", "block_manager", "offload")
+STEPS_KEPT = 3
 
 
 @dataclass(slots=True)
 class Seen:
-    """The last heartbeat of an instance and when it came; `stepped`: when the last two came that told of new steps."""
+    """The last heartbeat of an instance and when it came; `stepped`: when the last ones came that told of new steps."""
 
     beat: Heartbeat
     at: float
-    stepped: tuple[float, float] = (-math.inf, -math.inf)
+    stepped: tuple[float, ...] = ()
 
 
 class Watch:
@@ -44,8 +44,8 @@ class Watch:
         self._kinds[heartbeat.instance] = heartbeat.actor
         seen = self._alive[heartbeat.instance] = Seen(heartbeat, now)
         if before is not None:
-            grown = heartbeat.details.get("steps") != before.beat.details.get("steps")
-            seen.stepped = (before.stepped[1], now) if grown else before.stepped
+            moved = heartbeat.details.get("steps") != before.beat.details.get("steps")
+            seen.stepped = (*before.stepped, now)[-STEPS_KEPT:] if moved else before.stepped
         return (before is not None and self._serves(before)) != self._serves(seen)
 
     def exited(self, event: ActorExited) -> bool:
@@ -87,23 +87,32 @@ class Watch:
 
     def idle(self, instance: str) -> bool:
         """Its last heartbeat said that it has nothing in hand."""
-        seen = self._alive.get(instance)
-        return seen is not None and seen.beat.details.get("running") == seen.beat.details.get("waiting") == 0
+        return self.detail(instance, "running") == self.detail(instance, "waiting") == 0
 
     def healthy(self, instance: str) -> bool:
         """Alive and making progress; it may be draining."""
         seen = self._alive.get(instance)
         return seen is not None and seen.beat.ready
 
-    def computing(self, instance: str, since: float) -> bool:
-        """Healthy, with work in hand, and not two steps further than at `since`: it may not have had the time to speak.
+    def computing(self, instance: str, since: float, steps: int) -> bool:
+        """Ready, in a step, and less than `steps` (at most 3) further than at `since`: who waits may be in that step.
 
         Of an instance that does not tell its steps nothing is known. One whose step never ends gives itself up.
         """
         seen = self._alive.get(instance)
-        if seen is None or not seen.beat.ready or self.idle(instance):
+        if (
+            seen is None
+            or not seen.beat.ready
+            or "steps" not in seen.beat.details
+            or not self.detail(instance, "running")
+        ):
             return False
-        return "steps" in seen.beat.details and seen.stepped[0] <= since
+        return sum(at > since for at in seen.stepped) < steps
+
+    def detail(self, instance: str, name: str) -> Any:
+        """What its last heartbeat told under `name`; None if there is no such thing."""
+        seen = self._alive.get(instance)
+        return seen.beat.details.get(name) if seen is not None else None
 
     def instances(self, kind: str) -> list[str]:
         """Those of `kind` that are alive."""

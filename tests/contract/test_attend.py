@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +26,9 @@ PAIRS = [(n, n) for n in NAMES] + [("bf16", "int4"), ("int8_channel", "int4"), (
 SHAPES = [(16, 3, 3, 64), (32, 2, 4, 80), (16, 1, 7, 96), (32, 2, 1, 128), (16, 1, 16, 256)]
 """block_size, kv_heads, group, head_dim"""
 LENGTHS = [1, 15, 16, 17, 32, 33, 321]
+WIDE = ["bf16", "fp16", "fp32"]
+SEVERAL_PARTS = [1, 511, 512, 513, 544, 1041]
+"""Wide formats are cut every 512 tokens if both sides are wide, all others every 256."""
 EXACT = 1e-5
 """fp32 arithmetic on the decoded values, absolute, for values up to 8 and logits up to 10."""
 
@@ -34,16 +39,24 @@ def query(batch: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_decode_equals_the_reference(pair: tuple[str, str], shape: tuple[int, int, int, int]) -> None:
+def test_decode_equals_the_reference(
+    pair: tuple[str, str], shape: tuple[int, int, int, int], lengths: Sequence[int] = LENGTHS
+) -> None:
     size, kv_heads, group, dim = shape
-    case = kv_cases.build(page_layout(*pair, size, 2, kv_heads, dim), LENGTHS, layer=1)
-    q = query(len(LENGTHS), kv_heads * group, dim)
-    want_lse = torch.empty(len(LENGTHS), kv_heads * group, case.batch.max_pages)
+    case = kv_cases.build(page_layout(*pair, size, 2, kv_heads, dim), lengths, layer=1)
+    q = query(len(lengths), kv_heads * group, dim)
+    want_lse = torch.empty(len(lengths), kv_heads * group, case.batch.max_pages)
     seen_lse = torch.empty_like(want_lse)
     want = oracle(q, case, case.batch, 1, page_lse=want_lse)
     seen = attend(select("cpu"), q, case, case.batch, 1, page_lse=seen_lse)
     assert torch.allclose(seen.double(), want, atol=EXACT, rtol=0)
     assert torch.allclose(seen_lse, want_lse, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(16, 3, 3, 64), (32, 1, 4, 128)], ids=str)
+@pytest.mark.parametrize("pair", [*product(WIDE, WIDE), ("bf16", "int8"), ("int4", "fp32")], ids="-".join)
+def test_sequences_of_several_parts(pair: tuple[str, str], shape: tuple[int, int, int, int]) -> None:
+    test_decode_equals_the_reference(pair, shape, SEVERAL_PARTS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,10 +148,10 @@ def test_a_row_is_bitwise_the_same_alone_and_in_any_batch(name: str, threads: in
         build.set_threads(2)
 
 
-def test_page_subsets_per_head_are_the_dense_kernel_with_another_table() -> None:
-    layout = page_layout("int8_channel", "int4", 16, 1, 3, 64)
-    case = kv_cases.build(layout, [700, 90])
-    dense, chosen = case.batch, [[[0, 7, 30], [5], []], [[4, 1], [0, 1, 2, 3, 4], [2]]]
+@pytest.mark.parametrize("pair", [("int8_channel", "int4"), ("bf16", "bf16"), ("fp32", "fp16")], ids="-".join)
+def test_page_subsets_per_head_are_the_dense_kernel_with_another_table(pair: tuple[str, str]) -> None:
+    case = kv_cases.build(page_layout(*pair, 16, 1, 3, 64), [700, 90])
+    dense, chosen = case.batch, [[[0, 7, 30], list(range(3, 40)), []], [[4, 1], [0, 1, 2, 3, 4], [2]]]
     tables = torch.full((2, 3, dense.max_pages), 10**6, dtype=torch.int32)
     for b, heads in enumerate(chosen):
         for h, picks in enumerate(heads):

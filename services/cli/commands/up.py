@@ -19,6 +19,7 @@ from services.cli.report import Report
 from services.cli.state_dir import StateDir
 from shared import logs, settings
 from shared.errors import Misconfigured
+from shared.pool import device_of
 
 app = application()
 
@@ -36,11 +37,10 @@ def up(
     """
     for variable, meant in misspelt(os.environ):
         console.warn(f"{variable} is no setting; did you mean {meant}?")
-    compiler = machine.compiler()
-    if compiler.level != "ok":
-        console.warn(f"{compiler.name}: {compiler.value}; {compiler.fix}")
     for kind in KINDS.values():
         settings.load(kind, known(kind, flags))
+    if _computes_natively(flags) and (compiler := machine.compiler()).level != "ok":
+        console.warn(f"{compiler.name}: {compiler.value}; {compiler.fix}")
     gateway = settings.load(settings.GatewaySettings, known(settings.GatewaySettings, flags))
     if nats_port and gateway.nats_url is not None:
         raise typer.BadParameter("no server is started when there is a NATS URL", param_hint="--nats-port")
@@ -64,6 +64,13 @@ def up(
         asyncio.run(_run(plan, state, Report(as_json)))
     finally:
         state.close()
+
+
+def _computes_natively(flags: dict[str, Any]) -> bool:
+    prefill = settings.load(settings.PrefillSettings, known(settings.PrefillSettings, flags))
+    decode = settings.load(settings.DecodeSettings, known(settings.DecodeSettings, flags))
+    workers = ((prefill.kernels, prefill.prefill_pool), (decode.kernels, decode.decode_pool))
+    return any(kernels in ("auto", "cpu") and device_of(pool) == "cpu" for kernels, pool in workers)
 
 
 async def _run(plan: Plan, state: StateDir, report: Report) -> None:

@@ -79,7 +79,8 @@ class Workers:
             now = self.clock.monotonic()
             for kind in self.alive:
                 details = self.details.get(kind, {})
-                beat = Heartbeat(actor=kind, instance=f"{kind}-1", pid=1, ready=True, details=details)
+                actor = kind.rstrip("2")
+                beat = Heartbeat(actor=actor, instance=f"{kind}-1", pid=1, ready=True, details=details)
                 self.watch.beat(beat, now)
             for instance, silent_s in self.watch.sweep(now):
                 self.dispatcher.died(instance, silent_s)
@@ -203,17 +204,27 @@ async def test_a_step_takes_as_long_as_it_takes(workers: Workers) -> None:
 
 
 async def test_so_does_the_first_step_of_a_sequence(workers: Workers) -> None:
-    """Nobody has said yet that he decodes it."""
+    """It joined while its neighbour's step was under way, so two end before its own does: 8 s each."""
     live = await running(workers)
+    workers.details = {"prefill": {"running": 1, "waiting": 0}, "decode": {"running": 1, "waiting": 0, "steps": 7}}
+    await workers.wait(2)
     workers.token(live, "prefill-1")
-    workers.details = {"prefill": {"running": 0, "waiting": 0}, "decode": {"running": 1, "waiting": 0, "steps": 0}}
-    await workers.wait(100)
+    workers.details["decode"]["steps"] = 8  # had ended before
+    await workers.wait(8)
+    workers.details["decode"]["steps"] = 9
+    await workers.wait(8)
     assert (live.request.state, live.request.attempt) == (State.RUNNING, 0)
+    workers.details["decode"]["steps"] = 10
+    workers.token(live, "decode-1")
+    await workers.wait(1)
+    assert (live.request.attempt, len(live.request.emitted)) == (0, 2)
 
 
-async def test_a_sequence_that_the_others_have_left_behind_starts_again(workers: Workers) -> None:
+@pytest.mark.parametrize("waiting", [0, 1])
+async def test_a_sequence_that_the_others_have_left_behind_starts_again(workers: Workers, waiting: int) -> None:
     """Its last items were lost on the way, or its worker forgot it: 10 s, if others are two steps further."""
     live = await decoding(workers)
+    workers.details["decode"]["waiting"] = waiting
     for step in range(2, 12):
         workers.details["decode"]["steps"] = step
         await workers.wait(1)
@@ -223,11 +234,46 @@ async def test_a_sequence_that_the_others_have_left_behind_starts_again(workers:
     assert live.request.attempt == 1
 
 
-async def test_a_hand_over_that_nobody_has_in_hand_starts_again(workers: Workers) -> None:
-    live = await running(workers)
-    workers.token(live, "prefill-1")
-    workers.details = {kind: {"running": 0, "waiting": 0, "steps": 0} for kind in ("prefill", "decode")}
+async def test_a_worker_whose_sequences_all_stand_still_owes_no_step(workers: Workers) -> None:
+    live = await decoding(workers)
+    workers.details["decode"] = {"running": 0, "waiting": 2, "steps": 1}
     await workers.wait(10)
     assert live.request.attempt == 0
+    await workers.wait(1)
+    assert live.request.attempt == 1
+
+
+@pytest.mark.parametrize("prompts", [0, 5])
+async def test_a_hand_over_that_nobody_has_in_hand_starts_again(workers: Workers, prompts: int) -> None:
+    """However many other prompts there are."""
+    live = await running(workers)
+    workers.token(live, "prefill-1")
+    workers.details = {
+        "prefill": {"running": prompts, "waiting": 0},
+        "decode": {"running": 0, "waiting": 0, "steps": 0},
+    }
+    await workers.wait(10)
+    assert live.request.attempt == 0
+    await workers.wait(1)
+    assert live.request.attempt == 1
+
+
+async def test_a_hand_over_that_prefill_has_in_hand_goes_on(workers: Workers) -> None:
+    live = await running(workers)
+    workers.token(live, "prefill-1")
+    workers.details = {"prefill": {"running": 0, "waiting": 1}, "decode": {"running": 0, "waiting": 0, "steps": 0}}
+    await workers.wait(100)
+    assert (live.request.state, live.request.attempt) == (State.RUNNING, 0)
+
+
+async def test_one_of_several_decode_workers_may_have_what_was_handed_over(workers: Workers) -> None:
+    workers.alive.add("decode2")
+    live = await running(workers)
+    workers.token(live, "prefill-1")
+    workers.details = {"prefill": {"running": 0, "waiting": 0}, "decode": {"running": 1, "waiting": 0, "steps": 1}}
+    workers.details["decode2"] = {"running": 0, "waiting": 0, "steps": 4}
+    await workers.wait(100)
+    assert live.request.attempt == 0
+    workers.details["decode"] = {"running": 0, "waiting": 0, "steps": 2}
     await workers.wait(1)
     assert live.request.attempt == 1

@@ -4,8 +4,8 @@ from services.gateway.watch import KINDS, Watch
 from shared.messages import ActorExited, Heartbeat
 
 
-def beat(actor: str, name: str = "1", ready: bool = True, draining: bool = False) -> Heartbeat:
-    return Heartbeat(actor=actor, instance=f"{actor}-{name}", pid=7, ready=ready, draining=draining)
+def beat(actor: str, name: str = "1", ready: bool = True, draining: bool = False, **details: int) -> Heartbeat:
+    return Heartbeat(actor=actor, instance=f"{actor}-{name}", pid=7, ready=ready, draining=draining, details=details)
 
 
 def test_all_kinds_must_be_ready() -> None:
@@ -57,3 +57,28 @@ def test_the_kind_of_an_instance_with_a_name_of_its_own() -> None:
     watch.beat(Heartbeat(actor="block_manager", instance="node7", pid=7, ready=True), 0.0)
     assert watch.kind_of("node7") == "block_manager"
     assert watch.kind_of("prefill-a1b2c3") == "prefill"
+
+
+def test_who_computes_may_not_have_come_to_speak() -> None:
+    watch = Watch()
+    for now, steps in enumerate((4, 4, 5, 5, 6, 6, 7, 7, 8)):
+        watch.beat(beat("decode", running=1, steps=steps), float(now))
+    for since, further in ((8.0, 0), (7.0, 1), (6.0, 1), (5.5, 2), (4.0, 2), (3.0, 3)):
+        told = [watch.computing("decode-1", since, steps) for steps in (1, 2, 3)]
+        assert told == [further < 1, further < 2, further < 3], since
+
+
+def test_who_computes_is_ready_and_has_something_to_compute() -> None:
+    watch = Watch()
+    assert not watch.computing("decode-1", 0.0, 2)
+    for told, computing in (
+        (beat("decode", running=2, steps=1), True),
+        (beat("decode", draining=True, running=2, steps=1), True),
+        (beat("decode", ready=False, running=2, steps=1), False),
+        (beat("decode", running=0, waiting=2, steps=1), False),
+        (beat("decode", running=2), False),
+        (beat("decode", steps=1), False),
+    ):
+        watch = Watch()
+        watch.beat(told, 0.0)
+        assert watch.computing("decode-1", 0.0, 2) is computing, told

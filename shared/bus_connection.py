@@ -152,7 +152,10 @@ class Connection:
         await self.client.close()
         cause = first_error.result() if first_error.done() else None
         if cause is not None and _is_auth(cause):
-            raise Unauthorized(f"NATS at {_safe(url)} refused the credentials of user {user!r}")
+            whom = (
+                f"the credentials of user {user!r}" if user else "a client without user: nats://USER:PASSWORD@HOST:PORT"
+            )
+            raise Unauthorized(f"NATS at {_safe(url)} refused {whom}")
         raise Unavailable(f"cannot reach NATS at {_safe(url)}: {cause or 'no answer'}")
 
     async def _on_error(self, error: Exception) -> None:

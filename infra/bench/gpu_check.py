@@ -54,7 +54,7 @@ def why_not() -> str:
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is a CPU build. With an NVIDIA GPU here, install the CUDA build from PyPI: "
-            f"{sys.executable} -m pip install --force-reinstall torch==2.13.0 triton"
+            f"{sys.executable} -m pip install --force-reinstall torch==2.13.0 triton==3.9.0"
         )
     return "torch finds no NVIDIA GPU: is there a driver (`nvidia-smi`), and is CUDA_VISIBLE_DEVICES right?"
 

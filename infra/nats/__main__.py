@@ -5,7 +5,7 @@ Prints the server's `authorization` block with fresh passwords, and below it, as
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from infra.nats.config import authorization
 from infra.nats.credentials import Credentials
@@ -21,4 +21,6 @@ def both(namespace: str, credentials: Credentials) -> str:
 
 
 if __name__ == "__main__":
-    print(both(sys.argv[1] if len(sys.argv) > 1 else "kvrelay", Credentials.generate("")))
+    parser = argparse.ArgumentParser(prog="python -m infra.nats", description=__doc__)
+    parser.add_argument("namespace", nargs="?", default="kvrelay", help="as of --namespace; default: %(default)s")
+    print(both(parser.parse_args().namespace, Credentials.generate("")))

@@ -4,8 +4,7 @@ The library lives in the cache directory under a key of everything that shapes i
 file is one object with a key of its own, so that an edit recompiles one file. A lock file makes concurrent first use by
 several processes build once; finished files appear by atomic rename, so nobody ever loads half a library.
 
-`KVRELAY_CPU_ISA` = native (default) | avx512 | avx2 | portable picks the instruction set; `CC` the compiler;
-`KVRELAY_CACHE_DIR` the cache directory (default `~/.cache/kvrelay`).
+`KVRELAY_CPU_ISA` = native (default) | avx512 | avx2 | portable picks the instruction set; `CC` the compiler.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from kernels.cache import cache_root
+
 SOURCES = Path(__file__).parent
 FLOAT_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 BASE_FLAGS = ("-std=c11", "-O3", "-fPIC", *FLOAT_FLAGS, "-Wall", "-Wextra")
@@ -41,8 +42,7 @@ class BuildError(RuntimeError):
 
 def cache_dir() -> Path:
     """Where compiled libraries are kept."""
-    root = os.environ.get("KVRELAY_CACHE_DIR")
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "kvrelay") / "kernels"
+    return cache_root() / "kernels"
 
 
 def isa() -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SHARE_LIMIT: Final = 0.1
 LARGEST_BLOCK: Final = 32
-COMMON: Final = ("auto", "int8_channel", "int8", "k16v4", "k8v4", "int4")
+COMMON: Final = ("auto", "int8_channel", "int8", "fp8_e4m3", "k16v4", "k8v4", "int4")
 
 
 def too_small(block_size: int, table_share: float, scale_share: float) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 from pathlib import Path
 
+from kernels.cache import cache_root
 from shared.errors import Misconfigured
 
 # name → (Python package that carries the file, what to match in it, how to install it)
@@ -29,10 +29,9 @@ class CachedModel:
     bytes: int
 
 
-def cache_root() -> Path:
-    """Where converted models live: `$KVRELAY_CACHE_DIR`, else `~/.cache/kvrelay`, in its `models` folder."""
-    root = os.environ.get("KVRELAY_CACHE_DIR")
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "kvrelay") / "models"
+def models_dir() -> Path:
+    """Where converted models live."""
+    return cache_root() / "models"
 
 
 def resolve(model: str) -> Path:
@@ -67,7 +66,7 @@ def _packaged(model: str) -> Path:
 def cached() -> list[CachedModel]:
     """All converted models, by name. Folders without a readable manifest are left out: they are never used either."""
     found = []
-    for manifest in sorted(cache_root().glob(f"*/{MANIFEST}")):
+    for manifest in sorted(models_dir().glob(f"*/{MANIFEST}")):
         try:
             content = json.loads(manifest.read_bytes())
             found.append(

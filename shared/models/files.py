@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import Misconfigured
-from shared.models.catalogue import DEFAULT, MANIFEST, cache_root, resolve
+from shared.models.catalogue import DEFAULT, MANIFEST, models_dir, resolve
 from shared.models.config import ModelConfig, SpecialTokens
 from shared.models.identity import CONVERTER_VERSION, Progress, identify, remembered
 
@@ -84,7 +84,7 @@ def prepare(model: str, dtype: str = "bfloat16", progress: Progress | None = Non
     say = progress or (lambda what, done, total: None)
     dtype = canonical_dtype(dtype)
     path = resolve(model)
-    root = cache_root()
+    root = models_dir()
     with _plain_errors(root, path):
         root.mkdir(parents=True, exist_ok=True)
         identity = identify(path, root / SOURCES, say)
@@ -105,7 +105,7 @@ def converted_config(model: str) -> ModelConfig | None:
 
     Misconfigured if there is no such model.
     """
-    path, root = resolve(model), cache_root()
+    path, root = resolve(model), models_dir()
     with _plain_errors(root, path):
         identity = remembered(path, root / SOURCES)
     for dtype in sorted(set(DTYPES.values())):

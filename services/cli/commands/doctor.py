@@ -26,10 +26,10 @@ def doctor(
 
     Exit code 1 if something must be fixed.
     """
-    from shared.models.catalogue import cache_root
+    from shared.models.catalogue import models_dir
     from shared.pool.shm import directory
 
-    report = [*findings(cache_root(), directory()), run(_nats(Where(state, nats_url, namespace))), *_geometry()]
+    report = [*findings(models_dir(), directory()), run(_nats(Where(state, nats_url, namespace))), *_geometry()]
     if as_json:
         console.print_json({"ok": not _broken(report), "findings": [asdict(finding) for finding in report]})
     else:

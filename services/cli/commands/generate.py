@@ -90,7 +90,7 @@ def generate(
         console.print_json(answer)
     elif not show:
         _write(answer["text"] + "\n")
-    elif sys.stdout.isatty():
+    else:
         _write("\n")
     if not as_json and sys.stderr.isatty():
         console.err().print(_summary(answer), style="dim", highlight=False)

@@ -16,7 +16,7 @@ from kernels.cpu import build, packing
 from kernels.cpu.argmax_rows import argmax_rows
 from kernels.cpu.linear import PackedLinear, linear
 from kernels.reference.argmax_rows import argmax_rows as plain_argmax_rows
-from shared.models.catalogue import cache_root
+from shared.models.catalogue import models_dir
 
 QUICK = ("argmax_rows.c", "tails.c", "threads.c")
 """Sources that are compiled in a moment."""
@@ -69,9 +69,15 @@ def test_files_that_a_crash_left_without_content_are_made_again(suffixes: set[st
 
 def test_libraries_and_models_are_in_one_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for given, root in (("~/here", tmp_path / "here"), ("/there", Path("/there")), ("", tmp_path / ".cache/kvrelay")):
-        monkeypatch.setenv("KVRELAY_CACHE_DIR", given)
-        assert (build.cache_dir(), cache_root()) == (root / "kernels", root / "models")
+    for own, xdg, root in (
+        ("~/here", "/elsewhere", tmp_path / "here"),
+        ("/there", "", Path("/there")),
+        ("", "/elsewhere", Path("/elsewhere/kvrelay")),
+        ("", "", tmp_path / ".cache/kvrelay"),
+    ):
+        monkeypatch.setenv("KVRELAY_CACHE_DIR", own)
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+        assert (build.cache_dir(), models_dir()) == (root / "kernels", root / "models")
 
 
 def test_no_compiler_means_reference(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 The library lives in the cache directory under a key of everything that shapes it: sources, compiler, flags, CPU. Each
 file is one object with a key of its own, so that an edit recompiles one file. A lock file makes concurrent first use by
-several processes build once; finished files appear by atomic rename, so nobody ever loads half a library.
+several processes build once; finished files appear by atomic rename. A library ends with its own digest: after a power cut
+half of one may be there, which kills the process that maps it.
 
 `KVRELAY_CPU_ISA` = native (default) | avx512 | avx2 | portable picks the instruction set; `CC` the compiler.
 """
@@ -18,7 +19,7 @@ import platform
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from pathlib import Path
 from kernels.cache import cache_root
 
 SOURCES = Path(__file__).parent
+DIGEST_BYTES = hashlib.sha256().digest_size
 FLOAT_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 BASE_FLAGS = ("-std=c11", "-O3", "-fPIC", *FLOAT_FLAGS, "-Wall", "-Wextra")
 ISA_FLAGS = {
@@ -93,12 +95,29 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _run(command: list[str], output: Path) -> None:
+def _intact(library: Path) -> bool:
+    """Whether `library` is there, whole."""
+    try:
+        data = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(data[:-DIGEST_BYTES]).digest() == data[-DIGEST_BYTES:]
+
+
+def _seal(library: Path) -> None:
+    """Appends the digest; loaders do not look behind the sections of a library."""
+    data = library.read_bytes()
+    library.write_bytes(data + hashlib.sha256(data).digest())
+
+
+def _run(command: list[str], output: Path, finish: Callable[[Path], None] = lambda partial: None) -> None:
+    """Runs `command -o` a file which `finish` may change before it appears as `output`."""
     partial = output.with_name(f"{output.name}.{os.getpid()}")
     done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
     if done.returncode:
         partial.unlink(missing_ok=True)
         raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
+    finish(partial)
     partial.replace(output)
 
 
@@ -113,23 +132,23 @@ def build() -> Path:
     objects = {source: _key(common, source.name, source.read_bytes()) for source in sorted(SOURCES.glob("*.c"))}
     folder = cache_dir()
     library = folder / f"kvrelay-{_key(*objects.values())}.so"
-    if library.exists():
+    if _intact(library):
         return library
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "build.lock"):
-        if library.exists():
+        if _intact(library):
             return library
         wanted = {source: folder / f"{source.stem}-{key}.o" for source, key in objects.items()}
         missing = {source: path for source, path in wanted.items() if not path.exists()}
         link = [*command, "-shared", "-pthread", *map(str, wanted.values()), "-lm"]
         _compile([*command, *flags], missing)
         try:
-            _run(link, library)
+            _run(link, library, _seal)
         except BuildError:
             if len(missing) == len(wanted):
                 raise
             _compile([*command, *flags], wanted)  # a power cut can leave an object that is none
-            _run(link, library)
+            _run(link, library, _seal)
     return library
 
 
@@ -141,12 +160,7 @@ def _compile(command: list[str], objects: dict[Path, Path]) -> None:
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
     """The library of this process. Raises BuildError or OSError; a failed build is tried again on the next call."""
-    library = build()
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:  # a power cut can leave a file that is no library
-        library.unlink(missing_ok=True)
-        return ctypes.CDLL(str(build()))
+    return ctypes.CDLL(str(build()))
 
 
 def set_threads(threads: int) -> None:

@@ -53,15 +53,16 @@ def test_concurrent_first_use_builds_once(tmp_path: Path) -> None:
     assert left == {".o", ".so", ".lock"}
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("suffixes", [{".so"}, {".so", ".o"}], ids=["library", "all"])
-def test_files_that_a_crash_left_without_content_are_made_again(suffixes: set[str], tmp_path: Path) -> None:
+def test_files_that_a_crash_left_unfinished_are_made_again(suffixes: set[str], share: float, tmp_path: Path) -> None:
     code = few_sources(tmp_path, PRINT_PATH)
     environment = {"KVRELAY_CACHE_DIR": str(tmp_path / "cache"), "KVRELAY_CPU_ISA": "portable"}
     first, error = run(environment, code).communicate()
     assert first, error
     for path in (tmp_path / "cache" / "kernels").iterdir():
         if path.suffix in suffixes:
-            path.write_bytes(b"")
+            os.truncate(path, int(share * path.stat().st_size))
     process = run(environment, code)
     assert (process.communicate()[0], process.returncode) == (first, 0)
     assert Path(first.strip()).stat().st_size > 0

@@ -2,8 +2,8 @@
 
 The library lives in the cache directory under a key of everything that shapes it: sources, compiler, flags, CPU. Each
 file is one object with a key of its own, so that an edit recompiles one file. A lock file makes concurrent first use by
-several processes build once; finished files appear by atomic rename. A library ends with its own digest: after a power cut
-half of one may be there, which kills the process that maps it.
+several processes build once; finished files appear by atomic rename. A library ends with its own digest: after a power
+cut half of one may be there, which kills the process that maps it.
 
 `KVRELAY_CPU_ISA` = native (default) | avx512 | avx2 | portable picks the instruction set; `CC` the compiler.
 """

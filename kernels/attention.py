@@ -59,6 +59,7 @@ class Batch:
     """[B + 1], from 0 to T"""
     max_pages: int
     max_query: int
+    """no sequence has more queries; 1 chooses the kernels of decode"""
     kv_head_tables: Tensor | None = None
     """[B, kv_heads, max_pages]"""
     kv_head_counts: Tensor | None = None

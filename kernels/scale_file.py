@@ -113,6 +113,8 @@ def read(path: Path, layers: int, model: str = "", k_format: str = "", v_format:
 def _read(path: Path) -> tuple[dict[str, Any], str | None]:
     """The fields of `ScaleFile` that are there, and the digest if there is one."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise BadScales(f"{path}: is no file")
         if path.suffix == ".json":
             raw = json.loads(path.read_text())
             numbers = {name: raw[name] for name in SIDES if name in raw}
@@ -128,6 +130,8 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
         content |= {name: str(notes[name]) for name in _TEXTS if name in notes}
         content["tokens"] = int(notes.get("tokens", 0))
         digest = notes.get("digest")
+    except BadScales:
+        raise
     except OSError as error:
         raise BadScales(f"{path}: cannot be read: {error.strerror or error}") from error
     except Exception as error:

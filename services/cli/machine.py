@@ -114,6 +114,14 @@ def _room(name: str, folder: Path, wanted: int, fix: str) -> Finding:
     return Finding(name, "ok" if fine else "warn", f"{size(free)} free in {folder}", "" if fine else fix)
 
 
+def instruction_set() -> str:
+    """The one native kernels are compiled for. Raises Misconfigured if there is none of the name asked for."""
+    try:
+        return build.isa()
+    except build.BuildError as error:
+        raise Misconfigured(str(error)) from None
+
+
 def compiler() -> Finding:
     """Whether native kernels can be compiled here."""
     name, slow = "C compiler", "without it the slow reference kernels are used"

@@ -182,7 +182,7 @@ class PrefillEngine:
             tail_lengths=torch.tensor([chunk.tail], dtype=torch.int32),
             query_starts=torch.tensor([0, count], dtype=torch.int32),
             max_pages=pages,
-            max_query=count,
+            max_query=max(count, 2),  # one token, too, as part of a prompt: how much was cached changes no answer
         )
         step = KVStep(
             pages=memory.pages,

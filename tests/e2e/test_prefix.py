@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.e2e.pipeline import Pipeline, collect
+from tests.e2e.pipeline import Pipeline, collect, stream
 
 PREFIX = list(range(1000, 2000))
 
@@ -40,3 +40,20 @@ async def test_another_salt_never_hits(fp32: Pipeline) -> None:
         await collect(client, body([5], "tenant-a"))
         other = await collect(client, body([5], "tenant-b"))
     assert other["usage"]["cached_tokens"] == 0
+
+
+async def test_how_much_was_cached_changes_no_bit_of_an_answer(bf16: Pipeline) -> None:
+    """Whatever is left to compute, a single token included, is computed as a whole prompt would be."""
+    async with bf16.nats() as client:
+        for length in (17, 18, 20, 24, 32, 33, 257, 519):
+            prompt = {
+                "token_ids": PREFIX[:length],
+                "max_tokens": 6,
+                "sampling": {"temperature": 0.0, "logprobs": 3},
+                "cache_salt": f"bits-{length}",
+            }
+            cold, warm = [[event async for event in stream(client, prompt)] for _ in range(2)]
+            assert warm[-1]["usage"]["cached_tokens"] == (length - 1) // 16 * 16
+            likely = [[each for event in events for each in event.get("logprobs") or ()] for events in (cold, warm)]
+            assert len(likely[0]) == 6
+            assert likely[0] == likely[1], length

@@ -39,8 +39,10 @@ def up(
         console.warn(f"{variable} is no setting; did you mean {meant}?")
     for kind in KINDS.values():
         settings.load(kind, known(kind, flags))
-    if _computes_natively(flags) and (compiler := machine.compiler()).level != "ok":
-        console.warn(f"{compiler.name}: {compiler.value}; {compiler.fix}")
+    if _computes_natively(flags):
+        machine.instruction_set()
+        if (compiler := machine.compiler()).level != "ok":
+            console.warn(f"{compiler.name}: {compiler.value}; {compiler.fix}")
     gateway = settings.load(settings.GatewaySettings, known(settings.GatewaySettings, flags))
     if nats_port and gateway.nats_url is not None:
         raise typer.BadParameter("no server is started when there is a NATS URL", param_hint="--nats-port")

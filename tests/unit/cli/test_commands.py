@@ -162,3 +162,9 @@ def test_doctor_fails_on_a_pipeline_it_cannot_reach() -> None:
     done = kvrelay("doctor", "--json", "--nats-url", "nats://a:b@127.0.0.1:1")
     assert done.returncode == 1
     assert [one["name"] for one in json.loads(done.stdout)["findings"] if one["level"] == "fail"] == ["pipeline"]
+
+
+def test_up_refuses_an_instruction_set_that_does_not_exist(tmp_path: Path) -> None:
+    done = kvrelay("up", "--state-dir", str(tmp_path), KVRELAY_CPU_ISA="avx1024")
+    assert done.returncode == 1
+    assert "KVRELAY_CPU_ISA=avx1024" in done.stderr and "avx2" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,14 @@ def test_files_that_are_no_scales_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(BadScales, match="neither"):
             read(tmp_path / name, 3)
+
+
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"scales.{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(BadScales, match="is no file"):
+        read(path, 3)
 
 
 def test_a_foreign_file_is_taken_at_its_word(tmp_path: Path) -> None:

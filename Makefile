@@ -26,7 +26,7 @@ test: $(DEV)                       ## every test that this machine can run; ARGS
 sanitize: $(DEV)                  ## tests of the native kernels under AddressSanitizer and UBSan: ten minutes; gcc only
 	@CC="gcc -g -fsanitize=address,undefined -fno-sanitize-recover=undefined" ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest -q --capture=sys $(or $(ARGS),tests/contract/test_attend.py tests/contract/test_attend_bf16.py tests/contract/test_formats.py)
+	$(BIN)/python -m pytest -q --capture=sys $(or $(ARGS),tests/contract/test_attend*.py tests/contract/test_formats.py)
 
 lint: $(DEV)
 	@$(BIN)/ruff check .

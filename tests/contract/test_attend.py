@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -17,7 +16,7 @@ from kernels.cpu import build
 from kernels.dispatch import select
 from kernels.layout import page_layout
 from tests.support import kv_cases
-from tests.support.kv_cases import attend, i32, oracle
+from tests.support.kv_cases import attend, i32, oracle, query
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -31,22 +30,6 @@ SEVERAL_PARTS = [1, 511, 512, 513, 544, 1041]
 """Wide formats are cut every 512 tokens if both sides are wide, all others every 256."""
 EXACT = 1e-5
 """fp32 arithmetic on the decoded values, absolute, for values up to 8 and logits up to 10."""
-
-
-def query(batch: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(batch, heads, dim, generator=torch.Generator().manual_seed(9)).to(dtype)
-
-
-@pytest.fixture(params=["avx512", "avx2", "portable"])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The native kernels for one instruction set after the other."""
-    flags = build._cpu()
-    if (request.param == "avx512" and "avx512bw" not in flags) or (request.param == "avx2" and "avx2" not in flags):
-        pytest.skip(f"this CPU has no {request.param}")
-    monkeypatch.setenv("KVRELAY_CPU_ISA", request.param)
-    build.load.cache_clear()
-    yield
-    build.load.cache_clear()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -114,15 +97,6 @@ def test_integer_products_for_bf16_queries(pair: tuple[str, str], shape: tuple[i
     want = oracle(q, case, case.batch, page_lse=want_pages)
     assert ((seen.double() - want).abs() <= 2**-8 * want.abs() + 1e-3).all()
     assert torch.allclose(pages, want_pages, atol=1e-3, rtol=0)
-
-
-def test_integer_products_keep_what_a_flat_distribution_sums_up_to() -> None:
-    """One token with half of all weight, the rest spread so thin that a weight of eight bits would lose it."""
-    case = kv_cases.build(page_layout("int8", "int8", 16, 1, 1, 64), [4096])
-    q = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
-    q[0, 0] = case.k[0][100, 0] * 0.55
-    seen, want = attend(select("cpu"), q, case, case.batch), oracle(q, case, case.batch)
-    assert ((seen.double() - want).abs() <= 2**-8 * want.abs() + 1e-3).all()
 
 
 @pytest.mark.parametrize(
@@ -218,50 +192,12 @@ def test_decode_and_prompt_kernels_agree(length: int) -> None:
     assert torch.allclose(both[1:], attend(select("cpu"), q[1:], case, case.alone(0)), atol=EXACT, rtol=0)
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("name", ["fp32", "int8_channel", "int4"])
-def test_the_error_does_not_grow_with_the_context(name: str, queries: int) -> None:
-    """Root mean square over a few queries; the largest single error is chance."""
-    layout = page_layout(name, name, 16, 1, 1, 64, tail_format="fp32")
-    errors = []
-    for length in (1024, 32768):
-        case = kv_cases.build(layout, [length], ops=select("cpu"))
-        batch, squares = case.alone(0, queries), []
-        for q in query(8 * queries, 3, 64).split(queries):
-            squares.append((attend(select("cpu"), q, case, batch).double() - oracle(q, case, batch)).square().mean())
-        errors.append(float(torch.stack(squares).mean().sqrt()))
-    assert errors[1] <= max(errors[0], 2e-7)
-
-
 def test_a_mixed_batch_of_chunks_and_single_queries() -> None:
     case = kv_cases.build(page_layout("bf16", "bf16", 16, 1, 3, 64), [40, 100, 17])
     one = case.batch
     mixed = Batch(one.tables, one.page_counts, one.tail_slots, one.tail_lengths, i32(0, 1, 31, 31), one.max_pages, 30)
     q = query(31, 9, 64)
     assert torch.allclose(attend(select("cpu"), q, case, mixed).double(), oracle(q, case, mixed), atol=EXACT, rtol=0)
-
-
-@pytest.mark.parametrize("queries", [1, 3])
-def test_offsets_beyond_four_gigabytes(queries: int) -> None:
-    layout = page_layout("int8", "int8", 16, 8, 8, 128)
-    count = 5 * 2**30 // layout.page_bytes
-    area = mmap.mmap(-1, count * layout.page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages = torch.frombuffer(area, dtype=torch.uint8).view(count, layout.page_bytes)
-    small = kv_cases.build(layout, [48], layer=7)
-    ids = i32(count - 1, 0, count - 7)
-    for row, old in zip(ids.tolist(), small.batch.tables[0, :3].tolist(), strict=True):
-        pages[row] = small.pages[old]
-    near = small.alone(0, queries)
-    far = Batch(ids.view(1, 3), near.page_counts, near.tail_slots, near.tail_lengths, near.query_starts, 3, queries)
-    q = query(queries, 8, 128)
-    moved = kv_cases.Case(layout, pages, small.tails, far, small.scales, [], [])
-    assert torch.equal(attend(select("cpu"), q, moved, far, 7), attend(select("cpu"), q, small, near, 7))
-    place = layout.layer(7)
-    own = slice(place.offset, place.offset + layout.layer_bytes)
-    pages[ids.long()] = 0
-    select("cpu").seal(pages, layout, 7, small.k[0], small.v[0], ids)
-    assert torch.equal(pages[ids.long(), own], small.pages[small.batch.tables[0, :3].long(), own])
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -12,7 +12,7 @@ from kernels.cpu import build
 from kernels.dispatch import select
 from kernels.layout import page_layout
 from tests.support import kv_cases
-from tests.support.kv_cases import attend, i32, oracle
+from tests.support.kv_cases import attend, i32, oracle, query
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -33,10 +33,6 @@ def shared(
     for b, (owner, tokens) in enumerate(prefixes):
         tables[b, : tokens // size] = tables[owner, : tokens // size]
     return replace(case, batch=replace(case.batch, tables=tables))
-
-
-def query(batch: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(batch, heads, dim, generator=torch.Generator().manual_seed(9)).to(dtype)
 
 
 def assert_as_alone(case: kv_cases.Case, q: torch.Tensor, **options: Any) -> torch.Tensor:

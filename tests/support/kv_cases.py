@@ -117,3 +117,8 @@ def attend(ops: Ops, q: Tensor, case: Case, batch: Batch, layer: int = 0, **opti
     found = ops.attend(q, case.pages, case.tails, case.layout, layer, batch, scale=scale, scales=case.scales, **options)
     assert isinstance(found, Tensor)
     return found
+
+
+def query(batch: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Queries [batch, heads, dim], the same each time."""
+    return torch.randn(batch, heads, dim, generator=torch.Generator().manual_seed(9)).to(dtype)
